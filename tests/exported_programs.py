@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ def exported_programs() -> Iterator[None]:
     graphs: dict[str, torch.fx.GraphModule] = {}
 
     def start_package(exported: torch.export.ExportedProgram, path: str, inductor_config: object) -> Future[None]:
+        assert_finite_constants(exported.graph_module)
         graphs[program_name(path)] = exported.graph_module
         Path(path).touch()
         future: Future[None] = Future()
@@ -36,6 +38,14 @@ def exported_programs() -> Iterator[None]:
 
     with patch.object(aot, "start_package", start_package), patch.object(packages, "load_package", load_package):
         yield
+
+
+def assert_finite_constants(graph: torch.fx.GraphModule) -> None:
+    """Packages hold the constants of custom ops as JSON: torch writes infinity to it, and cannot load that package."""
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "") == "tcdeploy":
+            constants = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+            assert all(map(math.isfinite, constants)), node.format_node()
 
 
 def program_name(package: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,10 +49,15 @@ class Mamba2Mechanism(Mechanism):
         sequences = sequences_of(metadata)
         weight = module.conv1d.weight.squeeze(1)
         xbc = causal_conv(xbc[0], conv, weight, module.conv1d.bias, module.activation, *sequences)
-        limits = module.time_step_limit
-        out = mamba2(xbc, dt[0], module.A_log, module.dt_bias, module.D, *map(float, limits), ssm, *sequences)
+        min_dt, max_dt = map(_finite, module.time_step_limit)
+        out = mamba2(xbc, dt[0], module.A_log, module.dt_bias, module.D, min_dt, max_dt, ssm, *sequences)
         projected: Tensor = module.out_proj(_gated(module, out.flatten(1)[None], gate).to(hidden_states.dtype))
         return projected
+
+
+def _finite(limit: float) -> float:
+    """The upper limit is mostly infinity, with which torch writes packages that it cannot load."""
+    return min(float(limit), torch.finfo(torch.float32).max)
 
 
 def _project(module: Any, hidden_states: Tensor) -> Tensor:
