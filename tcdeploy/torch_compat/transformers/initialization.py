@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
@@ -40,5 +39,8 @@ def skipping_loaded_modules() -> Iterator[None]:
         if buffers or not parameters or not all(getattr(each, "_is_hf_initialized", False) for each in parameters):
             initialize(self, module, *args)
 
-    with mock.patch.object(PreTrainedModel, "_initialize_weights", initialize_missing):
+    PreTrainedModel._initialize_weights = initialize_missing
+    try:
         yield
+    finally:
+        PreTrainedModel._initialize_weights = initialize
