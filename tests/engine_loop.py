@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -24,3 +25,15 @@ def new_tokens(engine: Engine, prompts: Iterable[Iterable[int]], params: Samplin
 def generate_tokens(engine: Engine, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[list[int]]:
     """The ids of `new_tokens`."""
     return [[token.token_id for token in received] for received in new_tokens(engine, prompts, params)]
+
+
+def generate_despite_failures(
+    engine: Engine, prompts: Iterable[Iterable[int]], params: SamplingParams
+) -> list[list[int]]:
+    """As `generate_tokens`, on an engine some of whose steps raise RuntimeError. No other request may be open."""
+    tokens: dict[int, list[int]] = {engine.submit(prompt, params): [] for prompt in prompts}
+    while engine.has_work:
+        with contextlib.suppress(RuntimeError):
+            for token in engine.step():
+                tokens[token.request_id].append(token.token_id)
+    return list(tokens.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.regions import LayerKind
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
+
+log = logging.getLogger("tcdeploy.programs")
 
 
 class TracedLayer(NamedTuple):
@@ -65,9 +68,13 @@ def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepIn
         return output
 
     given = step_tensors(inputs)
-    with contextlib.suppress(Exception), replace_layers(layers, run_layer), fake_tensors():
-        # Code that fails here also fails in the export, which reports it.
-        model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
+    try:
+        with replace_layers(layers, run_layer), fake_tensors():
+            model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
+    except _AllKindsReturned:
+        pass
+    except Exception:  # the export runs the same code, and reports what fails
+        log.info("what layers return is not known: the model failed on fake tensors", exc_info=True)
     return [outputs.get(kind, LayerOutput()) for kind in kinds]
 
 

@@ -38,7 +38,7 @@ from tests.conftest import prepare_tiny, reset_programs
 from tests.coverage.campaign import traced_only
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine.test_continuous_batching import SCARCE_BLOCKS, check_random_traffic
-from tests.engine_loop import generate_tokens, new_tokens
+from tests.engine_loop import generate_despite_failures, generate_tokens, new_tokens
 from tests.machines import H100, LLAMA_8B, changed_environment, decisions_named, make_recipe
 from tests.running_sum import (
     HYBRID,
@@ -399,11 +399,7 @@ def test_a_step_after_the_stop_token_does_not_reach_the_next_owner_of_its_slot(
 def test_a_failed_step_is_computed_again_from_the_first_token(
     deployment: Deployment, models: dict[str, str], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, run = deployment.engine, deployment.engine.runner.run
-    received: dict[int, list[int]] = {
-        engine.submit(prompt, SamplingParams(max_tokens=TOKENS)): [] for prompt in prompts
-    }
-    calls = 0
+    engine, run, calls = deployment.engine, deployment.engine.runner.run, 0
 
     def failing(batch: Any) -> Any:
         nonlocal calls
@@ -414,14 +410,8 @@ def test_a_failed_step_is_computed_again_from_the_first_token(
         return output
 
     monkeypatch.setattr(engine.runner, "run", failing)
-    while engine.has_work:
-        try:
-            tokens = engine.step()
-        except RuntimeError:
-            continue
-        for token in tokens:
-            received[token.request_id].append(token.token_id)
-    assert list(received.values()) == answers(models["hybrid"], prompts)
+    tokens = generate_despite_failures(engine, prompts, SamplingParams(max_tokens=TOKENS))
+    assert tokens == answers(models["hybrid"], prompts) and calls > 6
     assert_idle(engine)
 
 

@@ -23,7 +23,7 @@ from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine.test_continuous_batching import check_random_traffic
 from tests.engine.test_slot_state import MODELS, assert_idle, deploy_traced
 from tests.engine.test_snapshots import FAULTS, check_slots
-from tests.engine_loop import generate_tokens, new_tokens
+from tests.engine_loop import generate_despite_failures, generate_tokens, new_tokens
 
 TOKENS = 16
 MIN_TOKENS = 32
@@ -206,17 +206,8 @@ def test_a_failed_step_leaves_no_snapshot(served: Served, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine.runner, "run", failing)
     prompts = shared_prompts()
-    received: dict[int, list[int]] = {
-        engine.submit(prompt, SamplingParams(max_tokens=TOKENS)): [] for prompt in prompts
-    }
-    while engine.has_work:
-        try:
-            tokens = engine.step()
-        except RuntimeError:
-            continue
-        for token in tokens:
-            received[token.request_id].append(token.token_id)
-    assert list(received.values()) == served.answers(prompts)
+    tokens = generate_despite_failures(engine, prompts, SamplingParams(max_tokens=TOKENS))
+    assert tokens == served.answers(prompts)
     assert any(batch.snapshots for batch in calls) and len(calls) > 14
 
 

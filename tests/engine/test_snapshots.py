@@ -106,7 +106,7 @@ def test_the_next_turn_of_a_chat_starts_from_the_last_prompt() -> None:
 
 
 def test_the_prefix_of_two_prompts_is_kept_for_the_third() -> None:
-    """The first prompt does not tell where the instructions of all prompts end."""
+    """Where the shared instructions end is known only when a second prompt has them."""
     engine, instructions = make_engine(), tokens(18)
     prompts = [[*instructions, *tokens(10, user)] for user in (1, 2, 3, 4)]
     assert [cached(engine, prompt) for prompt in prompts] == [0, 0, 16, 16]

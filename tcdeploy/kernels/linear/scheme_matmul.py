@@ -6,8 +6,9 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 9 to 32 rows of int4 without zero points, in groups of 128 or more, where it is faster (register_gemm.py): the weight
-  is the first operand of larger tensor-core instructions. A step has one group, whose scale multiplies its sums.
+- 9 to 32 rows of int4 without zero points, in groups of 128 or more, where it is faster and no SwiGLU follows
+  (register_gemm.py): the weight is the first operand of larger tensor-core instructions. A step has one group, whose
+  scale multiplies its sums.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.

@@ -28,7 +28,8 @@ ATTRIBUTES = (
 JOINED = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5
 OUTPUT = ("norm", "out_proj")  # Qwen3-Next and Qwen3.5
-OLMO_HYBRID = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "allow_neg_eigval", "o_norm", "o_proj")
+OLMO_HYBRID = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+OLMO_HYBRID_OUTPUT = ("o_norm", "o_proj")
 
 
 class GatedDeltaNetMechanism(Mechanism):
@@ -36,7 +37,7 @@ class GatedDeltaNetMechanism(Mechanism):
     layer_types: ClassVar[frozenset[str]] = frozenset({"linear_attention"})
 
     def claims(self, module: nn.Module) -> bool:
-        variants = ((*JOINED, *OUTPUT), (*SEPARATE, *OUTPUT), OLMO_HYBRID)
+        variants = ((*JOINED, *OUTPUT), (*SEPARATE, *OUTPUT), (*OLMO_HYBRID, *OLMO_HYBRID_OUTPUT, "allow_neg_eigval"))
         has_all = any(_has(module, (*ATTRIBUTES, *names)) for names in variants)
         return has_all and getattr(module, "activation", None) == "silu"
 
@@ -57,7 +58,8 @@ class GatedDeltaNetMechanism(Mechanism):
         qkv = causal_conv(qkv[0], conv, weight, module.conv1d.bias, module.activation, *sequences)
         max_beta = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
         out = gated_delta(qkv, a[0], b[0], module.A_log, module.dt_bias, delta, *sequences, max_beta=max_beta)
-        norm, project = (getattr(module, name) for name in (OUTPUT if hasattr(module, "norm") else OLMO_HYBRID[-2:]))
+        names = OUTPUT if _has(module, OUTPUT) else OLMO_HYBRID_OUTPUT
+        norm, project = (getattr(module, name) for name in names)
         normed = norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
         projected: Tensor = project(normed.view(1, -1, module.value_dim))
         return projected
@@ -70,7 +72,7 @@ def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
 def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(queries, keys and values [1, tokens, columns]; gate of the output; b and a [1, tokens, heads])."""
     if _has(module, OLMO_HYBRID):
-        q, k, v, z, b, a = (getattr(module, name)(hidden_states) for name in OLMO_HYBRID[:6])
+        q, k, v, z, b, a = (getattr(module, name)(hidden_states) for name in OLMO_HYBRID)
         return torch.cat([q, k, v], dim=-1), z, b, a
     if not hasattr(module, JOINED[0]):
         return tuple(getattr(module, name)(hidden_states) for name in SEPARATE)  # type: ignore[return-value]

@@ -56,7 +56,7 @@ class Mamba2Mechanism(Mechanism):
 
 
 def _finite(limit: float) -> float:
-    """The upper limit is mostly infinity, with which torch writes packages that it cannot load."""
+    """The upper limit is usually infinity. torch cannot load a package in which an op has an infinite argument."""
     return min(float(limit), torch.finfo(torch.float32).max)
 
 
