@@ -19,8 +19,14 @@ from tcdeploy.kernels.linear.scheme_tiles import REGISTER_GEMM_TILES, RegisterGe
 from tcdeploy.planning.schemes import SCHEMES
 from tests.kernels.linear.matmul_cases import assert_agrees, assert_reads_only, expected
 from tests.kernels.linear.scheme_cases import CASES, FORMS, product, reference, run, weight_tensors
-from tests.kernels.linear.test_scheme_kernel import spilled_bytes
-from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, device, record_launches, triton_interpreter
+from tests.triton_tools import (
+    HOPPER_SHARED_BYTES,
+    compile_for_hopper,
+    device,
+    record_launches,
+    spilled_bytes,
+    triton_interpreter,
+)
 
 __all__ = ["device"]
 
