@@ -198,7 +198,7 @@ def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest
 def test_programs_for_published_heads_spill_few_registers(
     monkeypatch: pytest.MonkeyPatch, by_channel: bool, tmp_path: Path
 ) -> None:
-    """Bytes per thread, stored and loaded. With all channels at once, the solving kernel of KDA would spill over 2,000."""
+    """Bytes per thread, stored and loaded. With all channels at once, KDA's solving kernel would spill 2,400."""
     spilled = {}
     for launch in recorded(monkeypatch, by_channel, torch.bfloat16):
         ptx = compile_for_hopper(launch, runs_ptxas=False).asm["ptx"]
