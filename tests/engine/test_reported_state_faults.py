@@ -28,7 +28,7 @@ from tests.engine.test_scheduler import Arrival, check_end, run
 from tests.engine.test_snapshot_models import Served, random_tokens
 from tests.engine.test_snapshots import CONFIG, make_engine
 
-MAX_STEPS, MAX_TOKENS = 2000, 100
+MAX_STEPS, MAX_TOKENS = 2000, 80
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
