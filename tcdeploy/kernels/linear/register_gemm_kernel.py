@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_codes import _word_values
+from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _word_values
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
@@ -24,6 +24,15 @@ def _weight_tile(words, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
+def _fragment_tile(words, scales, DTYPE: tl.constexpr):
+    """The values [n, k] of words [n, k / 8] in the order of fragments (register_gemm.py), times `scales` [n]."""
+    values = _fragment_values(words, scales, DTYPE)
+    values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))  # n, 32s, t, second, pair // 2, pair
+    return tl.reshape(tl.permute(values, (0, 1, 4, 5, 2, 3)), (words.shape[0], 8 * words.shape[1]))
+
+
+@ignore_comments
+@triton.jit
 def _input_tile(inputs):
     """x [m, k] with its columns in the order of `_weight_tile`."""
     tile = tl.reshape(inputs, (inputs.shape[0], inputs.shape[1] // 32, 4, 2, 2, 2))  # m, 32s, t, bytes, byte, code
@@ -35,7 +44,7 @@ def _input_tile(inputs):
 def _register_gemm_kernel(
     out, x, weight, row_scale, group_scale, addend, rows, n, k, split_k, row_words, groups, x_stride, addend_stride,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x.dtype.element_ty
     row, tile_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -53,20 +62,29 @@ def _register_gemm_kernel(
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if group_scale is not None:
+    if group_scale is not None and not SCALES_VALUES:
         scales = tl.load(group_scale + w_row * groups + first // GROUP).to(tl.float32)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, split_k, BLOCK_K):
         words = tl.load(w_ptrs + start // 8)
-        inputs = _input_tile(tl.load(x_ptrs + start, mask=x_mask, other=0.0))
-        if group_scale is not None:
-            following = tl.minimum(first + start + BLOCK_K, k - 1) // GROUP  # loaded one step ahead
-            following_scales = tl.load(group_scale + w_row * groups + following).to(tl.float32)
-            acc += tl.dot(_weight_tile(words, DTYPE), tl.trans(inputs)) * scales[:, None]
-            scales = following_scales
+        inputs = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+        if SCALES_VALUES and group_scale is not None:
+            # Loaded in this step: only so does Triton load them in the layout of the tensor cores.
+            factors = tl.load(group_scale + w_row * groups + (first + start) // GROUP).to(DTYPE)
+            acc = tl.dot(_fragment_tile(words, factors, DTYPE), tl.trans(inputs), acc)
         else:
-            acc = tl.dot(_weight_tile(words, DTYPE), tl.trans(inputs), acc)
+            if FRAGMENTS:
+                values = _fragment_tile(words, None, DTYPE)
+            else:
+                values, inputs = _weight_tile(words, DTYPE), _input_tile(inputs)
+            if group_scale is not None:
+                following = tl.minimum(first + start + BLOCK_K, k - 1) // GROUP  # loaded one step ahead
+                following_scales = tl.load(group_scale + w_row * groups + following).to(tl.float32)
+                acc += tl.dot(values, tl.trans(inputs)) * scales[:, None]
+                scales = following_scales
+            else:
+                acc = tl.dot(values, tl.trans(inputs), acc)
 
     if row_scale is not None:
         acc *= tl.load(row_scale + w_row).to(tl.float32)[:, None]

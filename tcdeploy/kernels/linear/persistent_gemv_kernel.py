@@ -1,0 +1,63 @@
+"""The Triton kernel of int4 GEMVs with persistent programs, which persistent_gemv.py launches and describes."""
+
+# ruff: noqa: SIM108 - branches of Triton read better
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tcdeploy.kernels.linear.scheme_codes import _code_floats
+from tcdeploy.kernels.linear.scheme_kernel import _load_row
+from tcdeploy.torch_compat.triton.source import ignore_comments
+
+
+@ignore_comments
+@triton.jit
+def _persistent_gemv_kernel(
+    out, x, weight, group_scale, addend, norm, n, k, groups, tiles, eps,
+    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = ROW_BYTES // 16  # of 16 bytes, which a thread converts together
+    HALF: tl.constexpr = BLOCK_N // 2
+    ROWS: tl.constexpr = HALF if GATED else BLOCK_N  # of the result, per tile
+    tile_row = tl.arange(0, BLOCK_N)
+    if GATED:  # the first half of the tile's rows of the weight are gate rows, the second half their up rows
+        offset = tile_row % HALF + tile_row // HALF * (n // 2)
+    else:
+        offset = tile_row
+    w_ptrs = weight + offset.to(tl.int64)[:, None] * ROW_BYTES + tl.arange(0, ROW_BYTES)[None, :]
+    scale_ptrs = group_scale + offset[:, None] * groups + (tl.arange(0, CHUNKS) * 32 // GROUP)[None, :]
+    tile_bytes = tl.full([1, 1], ROWS * ROW_BYTES, tl.int64)  # a weight may have more than 2**31 bytes
+    first, step = tl.program_id(0), tl.num_programs(0)
+    scales = tl.load(scale_ptrs + first * (ROWS * groups))
+    if norm is not None:
+        norms = _load_row(norm, CHUNKS, 32)
+    if USE_PDL:  # before the wait the kernel accesses weights only
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    inputs = _load_row(x, CHUNKS, 32)
+    if norm is not None:
+        squares = tl.sum(tl.sum(inputs * inputs, 1), 0)
+        inputs *= norms
+        factor = 128.0 * tl.rsqrt(squares / k + eps)
+    else:
+        factor = 128.0
+    even, odd = tl.split(tl.reshape(inputs, (CHUNKS, 16, 2)))
+    excess = tl.sum(even + odd, 1) * (1.0 + 8.0 / 128.0)  # codes become 1 + c / 128
+
+    for tile in tl.range(first, tiles, step, num_stages=STAGES):
+        codes = tl.load(w_ptrs + tile * tile_bytes, eviction_policy="evict_first")
+        following = tl.minimum(tile + step, tiles - 1)  # scales are too small for asynchronous copies
+        following_scales = tl.load(scale_ptrs + following * (ROWS * groups))
+        low, high = _code_floats(tl.reshape(codes, (BLOCK_N, CHUNKS, 16)), "int4")
+        acc = tl.sum(low * even[None, :, :], 2) + tl.sum(high * odd[None, :, :], 2)
+        y = tl.sum((acc - excess[None, :]) * scales.to(tl.float32), 1) * factor
+        scales = following_scales
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF)), (1, 0)))
+            y = gate * tl.sigmoid(gate) * up
+        column = tile * ROWS + tl.arange(0, ROWS)
+        if addend is not None:
+            y += tl.load(addend + column).to(tl.float32)
+        tl.store(out + column, y.to(out.dtype.element_ty))
