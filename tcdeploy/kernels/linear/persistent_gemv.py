@@ -6,8 +6,8 @@ normalises the row again, for eight rows of the weight, and its loads begin when
 the normalised and gated product of 4,096 columns has 6.0 instead of 8.7 SASS instructions per byte of codes, and 5
 instead of 3 programs fit an SM.
 
-A thread holds the part of the row that it multiplies, so rows have a power of two of bytes. Weights have no zero
-points, and groups of a multiple of 128 columns.
+A thread holds the part of the row that it multiplies. A block has a power of two of bytes, of which those past the end
+of a row are 0. Weights have no zero points, and groups of a multiple of 128 columns.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torch import Tensor
 from tcdeploy.kernels.linear.scheme_operands import Operands
 from tcdeploy.kernels.linear.scheme_tiles import PersistentGemvTile
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
-from tcdeploy.torch_compat.triton.kernel import Kernel
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMV = Kernel("tcdeploy.kernels.linear.persistent_gemv_kernel", "_persistent_gemv_kernel")
-MIN_ROW_BYTES, MAX_ROW_BYTES = 512, 4096  # more would not fit the registers of the programs
+MIN_ROW_BYTES = 512
+MAX_VALUES = 64  # of x per thread; more would not fit the registers beside the other values
 
 
-def is_supported(weight: Operands) -> bool:
-    """Whether the kernel computes products of one row with the weight."""
+def is_supported(weight: Operands, tile: PersistentGemvTile) -> bool:
+    """Whether the kernel computes products of one row with the weight in this tile."""
     row_bytes = weight.weight.shape[1]
-    is_power_of_2 = row_bytes & (row_bytes - 1) == 0
     has_groups = weight.is_plain_int4 and weight.group_scale is not None
-    return has_groups and is_power_of_2 and MIN_ROW_BYTES <= row_bytes <= MAX_ROW_BYTES
+    values = next_power_of_2(row_bytes) * weight.per_byte // (32 * tile.num_warps)
+    return has_groups and row_bytes >= MIN_ROW_BYTES and values <= MAX_VALUES
 
 
 def persistent_gemv(
@@ -40,14 +41,14 @@ def persistent_gemv(
 
     With `norm` [k], x is replaced by x / sqrt(mean(x^2) + eps) * norm.
     """
-    assert is_supported(weight) and len(x) == 1
+    assert is_supported(weight, tile) and len(x) == 1
     n, row_bytes = weight.weight.shape
     use_pdl = supports_pdl(x.device)
     tiles = n // tile.block_n
     GEMV.launch(
         (programs(tiles, tile.programs_per_sm * processors(x.device)),),
         out, x, weight.weight, weight.group_scale, addend, norm, n, x.shape[1], weight.groups, tiles, eps,
-        weight.group, row_bytes, tile.block_n, gated, tile.num_stages, use_pdl,
+        weight.group, row_bytes, next_power_of_2(row_bytes), tile.block_n, gated, tile.num_stages, use_pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 

@@ -7,18 +7,42 @@ import triton
 import triton.language as tl
 
 from tcdeploy.kernels.linear.scheme_codes import _code_floats
-from tcdeploy.kernels.linear.scheme_kernel import _load_row
 from tcdeploy.torch_compat.triton.source import ignore_comments
+
+
+@ignore_comments
+@triton.jit
+def _load_inputs(pointer, CHUNKS: tl.constexpr, WHOLE: tl.constexpr):
+    """[CHUNKS, 32] consecutive elements in float32, and 0 from the chunk WHOLE on.
+
+    As `_load_row` of scheme_kernel.py, they are loaded by eights.
+    """
+    chunk = tl.arange(0, CHUNKS)[:, None]
+    ptrs = pointer + chunk * 32 + tl.arange(0, 8)[None, :]
+    if WHOLE == CHUNKS:
+        even_eights, odd_eights = (
+            tl.join(tl.load(ptrs), tl.load(ptrs + 16)),
+            tl.join(tl.load(ptrs + 8), tl.load(ptrs + 24)),
+        )
+    else:
+        mask = chunk < WHOLE
+        even_eights, odd_eights = (
+            tl.join(tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + 16, mask=mask, other=0.0)),
+            tl.join(tl.load(ptrs + 8, mask=mask, other=0.0), tl.load(ptrs + 24, mask=mask, other=0.0)),
+        )
+    eights = tl.permute(tl.join(even_eights, odd_eights), (0, 2, 3, 1))
+    return tl.reshape(eights, (CHUNKS, 32)).to(tl.float32)
 
 
 @ignore_comments
 @triton.jit
 def _persistent_gemv_kernel(
     out, x, weight, group_scale, addend, norm, n, k, groups, tiles, eps,
-    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = ROW_BYTES // 16  # of 16 bytes, which a thread converts together
+    CHUNKS: tl.constexpr = BLOCK_BYTES // 16  # of 16 bytes, which a thread converts together
+    WHOLE: tl.constexpr = ROW_BYTES // 16  # chunks of a row; the others are 0
     HALF: tl.constexpr = BLOCK_N // 2
     ROWS: tl.constexpr = HALF if GATED else BLOCK_N  # of the result, per tile
     tile_row = tl.arange(0, BLOCK_N)
@@ -26,17 +50,18 @@ def _persistent_gemv_kernel(
         offset = tile_row % HALF + tile_row // HALF * (n // 2)
     else:
         offset = tile_row
-    w_ptrs = weight + offset.to(tl.int64)[:, None] * ROW_BYTES + tl.arange(0, ROW_BYTES)[None, :]
-    scale_ptrs = group_scale + offset[:, None] * groups + (tl.arange(0, CHUNKS) * 32 // GROUP)[None, :]
+    byte, chunk = tl.arange(0, BLOCK_BYTES)[None, :], tl.arange(0, CHUNKS)
+    w_ptrs = weight + offset.to(tl.int64)[:, None] * ROW_BYTES + byte
+    scale_ptrs = group_scale + offset[:, None] * groups + (tl.minimum(chunk, WHOLE - 1) * 32 // GROUP)[None, :]
     tile_bytes = tl.full([1, 1], ROWS * ROW_BYTES, tl.int64)  # a weight may have more than 2**31 bytes
     first, step = tl.program_id(0), tl.num_programs(0)
     scales = tl.load(scale_ptrs + first * (ROWS * groups))
     if norm is not None:
-        norms = _load_row(norm, CHUNKS, 32)
+        norms = _load_inputs(norm, CHUNKS, WHOLE)
     if USE_PDL:  # before the wait the kernel accesses weights only
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    inputs = _load_row(x, CHUNKS, 32)
+    inputs = _load_inputs(x, CHUNKS, WHOLE)
     if norm is not None:
         squares = tl.sum(tl.sum(inputs * inputs, 1), 0)
         inputs *= norms
@@ -47,7 +72,10 @@ def _persistent_gemv_kernel(
     excess = tl.sum(even + odd, 1) * (1.0 + 8.0 / 128.0)  # codes become 1 + c / 128
 
     for tile in tl.range(first, tiles, step, num_stages=STAGES):
-        codes = tl.load(w_ptrs + tile * tile_bytes, eviction_policy="evict_first")
+        if WHOLE == CHUNKS:
+            codes = tl.load(w_ptrs + tile * tile_bytes, eviction_policy="evict_first")
+        else:
+            codes = tl.load(w_ptrs + tile * tile_bytes, mask=byte < ROW_BYTES, other=0, eviction_policy="evict_first")
         following = tl.minimum(tile + step, tiles - 1)  # scales are too small for asynchronous copies
         following_scales = tl.load(scale_ptrs + following * (ROWS * groups))
         low, high = _code_floats(tl.reshape(codes, (BLOCK_N, CHUNKS, 16)), "int4")

@@ -95,6 +95,7 @@ PERSISTENT_GEMV_TILES = (
     PersistentGemvTile("p4", 4, 4, 4, 5),
     PersistentGemvTile("p4w2", 4, 2, 3, 8),
     PersistentGemvTile("p16", 16, 4, 2, 4),
+    PersistentGemvTile("p4w8", 4, 8, 3, 2),
 )
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),

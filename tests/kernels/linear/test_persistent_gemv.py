@@ -41,12 +41,13 @@ def served_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each_tile
+@pytest.mark.parametrize("k", [1024, 1536])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_agrees_and_writes_only_its_row(
-    tile: PersistentGemvTile, form: str, device: str, poisoned_outputs: list[Tensor]
+    tile: PersistentGemvTile, form: str, k: int, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
-    """The last programs have fewer tiles than the others."""
-    x, tensors, extras = product("groups of 128", 1, form, device=device, n=224, k=1024)
+    """The last programs have fewer tiles than the others. A block has 2,048 columns if a row has 1,536."""
+    x, tensors, extras = product("groups of 128", 1, form, device=device, n=224, k=k)
     y = run("groups of 128", x, tensors, extras, tile=tile)
     assert_agrees(y, reference("groups of 128", x, tensors, extras))
     assert poisoned_outputs[0][1:].isnan().all(), "rows past the result were written"
@@ -76,11 +77,18 @@ def test_the_kernel_reads_only_its_inputs(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("case", "k", "served"),
-    [("groups of 128", 4096, True), ("permuted", 2048, True), ("groups of 128", 14336, False), ("int4", 4096, False)],
+    ("case", "k", "name", "served"),
+    [
+        ("groups of 128", 4096, "p8", True),
+        ("permuted", 2048, "p4w2", True),
+        ("groups of 128", 14336, "p8", False),
+        ("groups of 128", 14336, "p4w8", True),
+        ("int4", 4096, "p8", False),
+    ],
 )
-def test_weights_that_the_kernel_serves(case: str, k: int, served: bool) -> None:
-    assert is_supported(operands(CASES[case][0], weight_tensors(case, k=k))) == served
+def test_weights_that_the_kernel_serves(case: str, k: int, name: str, served: bool) -> None:
+    weight = operands(CASES[case][0], weight_tensors(case, k=k))
+    assert is_supported(weight, next(tile for tile in PERSISTENT_GEMV_TILES if tile.name == name)) == served
 
 
 @pytest.mark.parametrize(("tiles", "most", "expected_programs"), [(512, 528, 512), (3584, 528, 512), (768, 528, 384)])
@@ -96,7 +104,7 @@ def test_weights_are_copied_asynchronously_16_bytes_at_once(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(persistent_gemv, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
-    x, tensors, extras = product("groups of 128", 1, form, n=512, k=4096)
+    x, tensors, extras = product("groups of 128", 1, form, n=512, k=14336 if tile.name == "p4w8" else 4096)
     run("groups of 128", x, tensors, extras, tile=tile)
     compiled = compile_for_hopper(launches[0], runs_ptxas=False)
     ptx = compiled.asm["ptx"]
