@@ -48,7 +48,8 @@ def persistent_gemv(
     GEMV.launch(
         (programs(tiles, tile.programs_per_sm * processors(x.device)),),
         out, x, weight.weight, weight.group_scale, addend, norm, n, x.shape[1], weight.groups, tiles, eps,
-        weight.group, row_bytes, next_power_of_2(row_bytes), tile.block_n, gated, tile.num_stages, use_pdl,
+        weight.group, row_bytes, next_power_of_2(row_bytes), tile.block_n, gated, tile.is_early,
+        tile.num_stages, use_pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 

@@ -36,10 +36,40 @@ def _load_inputs(pointer, CHUNKS: tl.constexpr, WHOLE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
+def _load_tile(pointers, mask):
+    """Bytes of rows of the weight, and 0 where `mask` is false. None: no byte needs it."""
+    if mask is None:
+        codes = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        codes = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    return codes
+
+
+@ignore_comments
+@triton.jit
+def _store_tile(
+    out, addend, codes, scales, even, odd, excess, factor, tile,
+    ROWS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile by the inputs of even and odd columns, and write ROWS elements of the result."""
+    low, high = _code_floats(tl.reshape(codes, (codes.shape[0], even.shape[0], 16)), "int4")
+    sums = tl.sum(low * even[None, :, :], 2) + tl.sum(high * odd[None, :, :], 2)
+    y = tl.sum((sums - excess[None, :]) * scales.to(tl.float32), 1) * factor
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, ROWS)), (1, 0)))
+        y = gate * tl.sigmoid(gate) * up
+    column = tile * ROWS + tl.arange(0, ROWS)
+    if addend is not None:
+        y += tl.load(addend + column).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty))
+
+
+@ignore_comments
+@triton.jit
 def _persistent_gemv_kernel(
     out, x, weight, group_scale, addend, norm, n, k, groups, tiles, eps,
-    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr, IS_EARLY: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = BLOCK_BYTES // 16  # of 16 bytes, which a thread converts together
     WHOLE: tl.constexpr = ROW_BYTES // 16  # chunks of a row; the others are 0
@@ -51,11 +81,20 @@ def _persistent_gemv_kernel(
     else:
         offset = tile_row
     byte, chunk = tl.arange(0, BLOCK_BYTES)[None, :], tl.arange(0, CHUNKS)
+    if WHOLE == CHUNKS:
+        mask = None
+    else:
+        mask = byte < ROW_BYTES
     w_ptrs = weight + offset.to(tl.int64)[:, None] * ROW_BYTES + byte
     scale_ptrs = group_scale + offset[:, None] * groups + (tl.minimum(chunk, WHOLE - 1) * 32 // GROUP)[None, :]
     tile_bytes = tl.full([1, 1], ROWS * ROW_BYTES, tl.int64)  # a weight may have more than 2**31 bytes
     first, step = tl.program_id(0), tl.num_programs(0)
     scales = tl.load(scale_ptrs + first * (ROWS * groups))
+    loop_first = first
+    if IS_EARLY:  # the first tile waits in registers until the others are done
+        early_codes, early_scales = _load_tile(w_ptrs + first * tile_bytes, mask), scales
+        loop_first += step
+        scales = tl.load(scale_ptrs + tl.minimum(loop_first, tiles - 1) * (ROWS * groups))
     if norm is not None:
         norms = _load_inputs(norm, CHUNKS, WHOLE)
     if USE_PDL:  # before the wait the kernel accesses weights only
@@ -71,21 +110,11 @@ def _persistent_gemv_kernel(
     even, odd = tl.split(tl.reshape(inputs, (CHUNKS, 16, 2)))
     excess = tl.sum(even + odd, 1) * (1.0 + 8.0 / 128.0)  # codes become 1 + c / 128
 
-    for tile in tl.range(first, tiles, step, num_stages=STAGES):
-        if WHOLE == CHUNKS:
-            codes = tl.load(w_ptrs + tile * tile_bytes, eviction_policy="evict_first")
-        else:
-            codes = tl.load(w_ptrs + tile * tile_bytes, mask=byte < ROW_BYTES, other=0, eviction_policy="evict_first")
+    for tile in tl.range(loop_first, tiles, step, num_stages=STAGES):
+        codes = _load_tile(w_ptrs + tile * tile_bytes, mask)
         following = tl.minimum(tile + step, tiles - 1)  # scales are too small for asynchronous copies
         following_scales = tl.load(scale_ptrs + following * (ROWS * groups))
-        low, high = _code_floats(tl.reshape(codes, (BLOCK_N, CHUNKS, 16)), "int4")
-        acc = tl.sum(low * even[None, :, :], 2) + tl.sum(high * odd[None, :, :], 2)
-        y = tl.sum((acc - excess[None, :]) * scales.to(tl.float32), 1) * factor
+        _store_tile(out, addend, codes, scales, even, odd, excess, factor, tile, ROWS, GATED)
         scales = following_scales
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF)), (1, 0)))
-            y = gate * tl.sigmoid(gate) * up
-        column = tile * ROWS + tl.arange(0, ROWS)
-        if addend is not None:
-            y += tl.load(addend + column).to(tl.float32)
-        tl.store(out + column, y.to(out.dtype.element_ty))
+    if IS_EARLY:
+        _store_tile(out, addend, early_codes, early_scales, even, odd, excess, factor, first, ROWS, GATED)

@@ -39,6 +39,7 @@ class PersistentGemvTile(NamedTuple):
     num_warps: int
     num_stages: int  # of the software pipeline
     programs_per_sm: int
+    is_early: bool = False  # a program's first tile is loaded before the previous kernel has ended
 
 
 class SchemeSkinnyGemmTile(NamedTuple):
@@ -96,6 +97,9 @@ PERSISTENT_GEMV_TILES = (
     PersistentGemvTile("p4w2", 4, 2, 3, 8),
     PersistentGemvTile("p16", 16, 4, 2, 4),
     PersistentGemvTile("p4w8", 4, 8, 3, 2),
+    PersistentGemvTile("p8_early", 8, 4, 3, 4, True),
+    PersistentGemvTile("p4_early", 4, 4, 4, 5, True),
+    PersistentGemvTile("p4w8_early", 4, 8, 3, 2, True),
 )
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
