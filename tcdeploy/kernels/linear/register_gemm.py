@@ -20,6 +20,8 @@ SM. If scales multiply the values instead, one of the four products is faster th
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,8 @@ def register_gemm(
         out if parts is None else parts, x, words, weight.row_scale, weight.group_scale,
         addend if parts is None else None, rows, n, k, k // splits, words.shape[1], weight.groups, x.stride(0),
         addend_stride, weight.group, max(16, next_power_of_2(rows)), tile.block_n, REGISTER_BLOCK_K, gated,
-        parts is not None, tile.fragments, tile.scales_values, supports_pdl(x.device),
+        parts is not None, tile.fragments, tile.scales_values,
+        math.gcd(tile.unroll, k // splits // REGISTER_BLOCK_K), supports_pdl(x.device),
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
     if parts is not None:

@@ -44,7 +44,8 @@ def _input_tile(inputs):
 def _register_gemm_kernel(
     out, x, weight, row_scale, group_scale, addend, rows, n, k, split_k, row_words, groups, x_stride, addend_stride,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    IS_SPLIT: tl.constexpr, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr, UNROLL: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x.dtype.element_ty
     row, tile_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -62,29 +63,30 @@ def _register_gemm_kernel(
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if group_scale is not None and not SCALES_VALUES:
+    if group_scale is not None and not FRAGMENTS:
         scales = tl.load(group_scale + w_row * groups + first // GROUP).to(tl.float32)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, split_k, BLOCK_K):
-        words = tl.load(w_ptrs + start // 8)
-        inputs = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-        if SCALES_VALUES and group_scale is not None:
-            # Loaded in this step: only so does Triton load them in the layout of the tensor cores.
-            factors = tl.load(group_scale + w_row * groups + (first + start) // GROUP).to(DTYPE)
-            acc = tl.dot(_fragment_tile(words, factors, DTYPE), tl.trans(inputs), acc)
-        else:
-            if FRAGMENTS:
-                values = _fragment_tile(words, None, DTYPE)
-            else:
-                values, inputs = _weight_tile(words, DTYPE), _input_tile(inputs)
-            if group_scale is not None:
-                following = tl.minimum(first + start + BLOCK_K, k - 1) // GROUP  # loaded one step ahead
+    for start in range(0, split_k, BLOCK_K * UNROLL):
+        for step in tl.static_range(UNROLL):
+            column = start + step * BLOCK_K
+            words = tl.load(w_ptrs + column // 8)
+            inputs = tl.load(x_ptrs + column, mask=x_mask, other=0.0)
+            if group_scale is not None and FRAGMENTS:
+                scales = tl.load(group_scale + w_row * groups + (first + column) // GROUP)
+            if group_scale is not None and SCALES_VALUES:
+                acc = tl.dot(_fragment_tile(words, scales.to(DTYPE), DTYPE), tl.trans(inputs), acc)
+            elif group_scale is not None and FRAGMENTS:
+                acc += tl.dot(_fragment_tile(words, None, DTYPE), tl.trans(inputs)) * scales.to(tl.float32)[:, None]
+            elif FRAGMENTS:
+                acc = tl.dot(_fragment_tile(words, None, DTYPE), tl.trans(inputs), acc)
+            elif group_scale is not None:
+                following = tl.minimum(first + column + BLOCK_K, k - 1) // GROUP  # loaded one step ahead
                 following_scales = tl.load(group_scale + w_row * groups + following).to(tl.float32)
-                acc += tl.dot(values, tl.trans(inputs)) * scales[:, None]
+                acc += tl.dot(_weight_tile(words, DTYPE), tl.trans(_input_tile(inputs))) * scales[:, None]
                 scales = following_scales
             else:
-                acc = tl.dot(values, tl.trans(inputs), acc)
+                acc = tl.dot(_weight_tile(words, DTYPE), tl.trans(_input_tile(inputs)), acc)
 
     if row_scale is not None:
         acc *= tl.load(row_scale + w_row).to(tl.float32)[:, None]

@@ -75,6 +75,7 @@ class RegisterGemmTile(NamedTuple):
     fragments: bool = False  # the codes of the weight are in the order of `fragment_order`
     scales_values: bool = False  # scales multiply the values, in x's dtype, instead of the sums
     max_registers: int | None = None  # per thread
+    unroll: int = 1  # steps of 128 columns between two barriers, if they divide the columns
 
 
 Tile: TypeAlias = SchemeGemvTile | PersistentGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
@@ -98,8 +99,7 @@ PERSISTENT_GEMV_TILES = (
     PersistentGemvTile("p16", 16, 4, 2, 4),
     PersistentGemvTile("p4w8", 4, 8, 3, 2),
     PersistentGemvTile("p8_early", 8, 4, 3, 4, True),
-    PersistentGemvTile("p4_early", 4, 4, 4, 5, True),
-    PersistentGemvTile("p4w8_early", 4, 8, 3, 2, True),
+    PersistentGemvTile("p4_early", 4, 4, 4, 4, True),
 )
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
@@ -136,6 +136,12 @@ FRAGMENT_GEMM_TILES = (
     RegisterGemmTile("f128", 128, 1, 8, 3, True),
     RegisterGemmTile("f128_s4", 128, 4, 8, 3, True),
     RegisterGemmTile("f128_s8", 128, 8, 8, 3, True),
+    RegisterGemmTile("f64u2", 64, 1, 4, 3, True, unroll=2),
+    RegisterGemmTile("f64u2_s2", 64, 2, 4, 3, True, unroll=2),
+    RegisterGemmTile("f64u2_s4", 64, 4, 4, 3, True, unroll=2),
+    RegisterGemmTile("f128u2", 128, 1, 8, 3, True, unroll=2),
+    RegisterGemmTile("f128u2_s4", 128, 4, 8, 3, True, unroll=2),
+    RegisterGemmTile("f128u2_s8", 128, 8, 8, 3, True, unroll=2),
     RegisterGemmTile("f128_v", 128, 1, 8, 3, True, True),
     RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, True, 128),
     RegisterGemmTile("f128_v_s4_r128", 128, 4, 8, 3, True, True, 128),

@@ -68,8 +68,9 @@ def test_a_scale_of_the_next_group_or_tile_exceeds_the_tolerance(device: str) ->
             assert_agrees(y, expected(x, rolled, **extras))
 
 
-def test_the_kernel_reads_only_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, tensors, extras = product("groups of 128", 1, "normed and gated", n=96, k=1024)
+@pytest.mark.parametrize("k", [1024, 1536])
+def test_the_kernel_reads_only_its_inputs(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, tensors, extras = product("groups of 128", 1, "normed and gated", n=96, k=k)
     with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, x, *tensors, extras["norm"]) as loads:
         y = run("groups of 128", x, tensors, extras, tile=PERSISTENT_GEMV_TILES[0])
     assert_agrees(y, reference("groups of 128", x, tensors, extras))

@@ -41,7 +41,7 @@ SERVED = {  # schemes, and the columns of a group of 768
 }
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
 FRAGMENT_TILES = {tile.name: tile for tile in FRAGMENT_GEMM_TILES}
-QUICK_FRAGMENT_TILES = ("f64_s2", "f128w4", "f128_v_s4", "f256_v")
+QUICK_FRAGMENT_TILES = ("f64u2_s2", "f128w4", "f128_v_s4", "f256_v")
 each_fragment_tile = pytest.mark.parametrize(
     "tile",
     [
@@ -170,7 +170,7 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
 @pytest.mark.parametrize("form", ["added", "gated"])
-@pytest.mark.parametrize("name", ["f64_s4", "f128w4", "f128", "f128_v", "f256_v"])
+@pytest.mark.parametrize("name", ["f64_s4", "f128w4", "f128", "f64u2", "f128u2", "f128_v", "f256_v"])
 def test_values_in_the_order_of_fragments_stay_in_registers(
     name: str, form: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
