@@ -53,6 +53,16 @@ def test_each_form_agrees_and_writes_only_its_row(
     assert poisoned_outputs[0][1:].isnan().all(), "rows past the result were written"
 
 
+@pytest.mark.parametrize("k", [1024, 1536])
+def test_the_norm_divides_by_the_mean_square_of_the_row(k: int, device: str) -> None:
+    """Unlike those of other tests, the squares are not small beside eps."""
+    x, tensors, extras = product("groups of 128", 1, "normed and gated", device=device, n=64, k=k)
+    x = x * 4 / x.std()
+    extras["norm"] = extras["norm"] / k**0.5
+    y = run("groups of 128", x, tensors, extras, tile=PERSISTENT_GEMV_TILES[0])
+    assert_agrees(y, reference("groups of 128", x, tensors, extras))
+
+
 @pytest.mark.parametrize("case", SERVED)
 def test_each_scheme_and_float16_inputs_agree(case: str, device: str) -> None:
     x, tensors, extras = product(case, 1, "normed and added", torch.float16, device, n=64, k=2048)
