@@ -91,7 +91,7 @@ def test_the_kernel_reads_only_its_inputs(k: int, monkeypatch: pytest.MonkeyPatc
     ("case", "k", "name", "served"),
     [
         ("groups of 128", 4096, "p8", True),
-        ("permuted", 2048, "p4w2", True),
+        ("permuted", 2048, "p4", True),
         ("groups of 128", 14336, "p8", False),
         ("groups of 128", 14336, "p4w8", True),
         ("int4", 4096, "p8", False),
