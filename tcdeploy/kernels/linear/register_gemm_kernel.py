@@ -82,11 +82,7 @@ def _register_gemm_kernel(
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if group_scale is not None:
-        scales = tl.load(group_scale + w_row * groups + first // GROUP)
-    else:
-        scales = None
-
+    scales = tl.load(group_scale + w_row * groups + first // GROUP) if group_scale is not None else None
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, split_k, BLOCK_K * UNROLL):
         for step in tl.static_range(UNROLL):
