@@ -107,7 +107,7 @@ def _scheme_gemv_kernel(
 
     inputs = _load_row(x, CHUNKS, 16 * PER_BYTE)
     if norm is not None:
-        squares = tl.sum(inputs * inputs, 1)  # of a thread's columns: single squares would need 32 registers
+        squares = inputs * inputs
         inputs *= _load_row(norm, CHUNKS, 16 * PER_BYTE)
     offsets = group_rows + sum_columns // GROUP
     acc = _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
@@ -115,7 +115,7 @@ def _scheme_gemv_kernel(
         codes = tl.load(w_ptrs + start, eviction_policy="evict_first")
         inputs = _load_row(x + start * PER_BYTE, CHUNKS, 16 * PER_BYTE)
         if norm is not None:
-            squares += tl.sum(inputs * inputs, 1)
+            squares += inputs * inputs
             inputs *= _load_row(norm + start * PER_BYTE, CHUNKS, 16 * PER_BYTE)
         offsets = group_rows + (start * PER_BYTE + sum_columns) // GROUP
         acc += _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
@@ -124,7 +124,7 @@ def _scheme_gemv_kernel(
     if row_scale is not None:
         y *= row_scales
     if norm is not None:
-        y *= tl.rsqrt(tl.sum(squares, 0) / k + eps)
+        y *= tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / k + eps)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF)), (1, 0)))
         y = gate * tl.sigmoid(gate) * up
