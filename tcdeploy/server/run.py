@@ -154,10 +154,10 @@ class _Process:
             os._exit(1)
         self._is_draining = True
         self._server.admission.close("draining")
-        # Connections without a complete request are closed now, the others after their response. A client with a
-        # connection pool sends its next request on a new connection, which a load balancer routes to another replica.
+        # Idle connections are closed now, the others after their response. A client with a connection pool sends its
+        # next request on a new connection, which a load balancer routes to another replica.
         for connection in list(self._http_server.server_state.connections):
-            connection.shutdown()
+            getattr(connection, "drain", connection.shutdown)()  # uvicorn's own class has no `drain`
         asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

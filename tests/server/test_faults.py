@@ -42,6 +42,18 @@ def open_streams(server: ServerProcess, count: int, **fields: Any) -> list[Any]:
     return streams
 
 
+READY = b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def make_idle(connection: socket.socket) -> None:
+    """Send a request, and read its whole response: head and body may arrive in two packets."""
+    connection.sendall(READY)
+    received = b""
+    while not received.endswith(b"}"):
+        received += connection.recv(4096) or b"}"
+    assert received.startswith(b"HTTP/1.1 200")
+
+
 def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(serve: Callable[..., Any]) -> None:
     """Uses the median of the rejections and the best of three pairs of rates, or six: other tests use the CPU too."""
     with serve("--max-queued", "1") as server:
@@ -97,14 +109,29 @@ def test_sigterm_closes_idle_connections_and_others_after_their_response(serve: 
     """A client behind a load balancer then opens a connection, to another replica."""
     with serve("--drain-timeout", "60") as server, server.connect() as idle, httpx.Client(timeout=60) as client:
         idle.settimeout(10)
-        idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        make_idle(idle)
         [running] = open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
         assert idle.recv(4096) == b"", "closed while the stream runs"
         rejected = client.post(server.address + CHAT, json={"messages": QUESTION})
         assert (rejected.status_code, rejected.headers["connection"]) == (503, "close")
         assert events(running)[-1] == "[DONE]"
+        assert server.process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ready HTTP/1.1\r\n"])
+def test_sigterm_keeps_new_connections_open_for_their_first_request(serve: Callable[..., Any], sent: bytes) -> None:
+    """The request may be on its way. A closed connection would be reset, and the client would get no response."""
+    with serve("--drain-timeout", "60") as server, server.connect() as new, server.connect() as idle:
+        make_idle(idle)
+        new.sendall(sent)
+        [running] = open_streams(server, 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert idle.recv(4096) == b"", "the server drains"
+        new.sendall(READY.removeprefix(sent))
+        response = b"".join(iter(lambda: new.recv(4096), b""))  # until the server closes the connection
+        assert response.startswith(b"HTTP/1.1 503") and b"draining" in response
+        running.close()
         assert server.process.wait(timeout=10) == 0
 
 

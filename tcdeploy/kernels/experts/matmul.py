@@ -23,7 +23,6 @@ rejected: a fixed number of programs that loop over blocks, since a program with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ from tcdeploy.kernels.experts.tiles import (
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
 from tcdeploy.kernels.linear.scheme_matmul import is_capable
-from tcdeploy.kernels.linear.scheme_operands import FORMATS, operands
+from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
 from tcdeploy.kernels.linear.tile_configs import fit_block_k
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
@@ -61,27 +60,10 @@ MIN_SUM_BLOCK_K = 64  # columns per step of `sum_experts`, which has no mask alo
 NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, so it does not limit a slice
 
 
-class ExpertWeights(NamedTuple):
-    """The tensors of weights [experts, n, k] by their use in the kernels. Sizes of dense ones are in elements."""
-
-    format: str
-    weight: Tensor  # [experts, n, bytes], or [experts, n, k] if dense
-    row_scale: Tensor | None  # [experts * n]
-    group_scale: Tensor | None  # [experts * ceil(n / row_block), groups]
-    zero: Tensor | None  # [experts * n, groups]
-    columns: Tensor | None  # [experts, k]
-    groups: int
-    group: int  # columns of a group; the last may be partial
-    row_block: int  # rows that share the scales of groups
-
-    @property
-    def per_byte(self) -> int:
-        """Columns in a byte; 1 if dense."""
-        return 2 if self.format in ("int4", "e2m1") else 1
-
-    @property
-    def k(self) -> int:
-        return self.weight.shape[2] * self.per_byte
+class ExpertWeights(Operands):
+    """The tensors of weights [experts, n, k]: `weight` and `columns` have the dimension of experts, the others have
+    experts * n rows in place of n. The sizes of a dense weight are in elements.
+    """
 
     @property
     def is_transposed(self) -> bool:
@@ -101,10 +83,7 @@ def expert_weights(scheme: str, tensors: Sequence[Tensor]) -> ExpertWeights:
     by_use = operands(scheme, [tensor.flatten(0, 1) for tensor in tensors])
     columns = tensors[-1] if by_use.columns is not None else None
     group = by_use.group if by_use.groups > 1 or by_use.group_scale is not None else NO_GROUPS
-    return ExpertWeights(
-        by_use.format, tensors[0], by_use.row_scale, by_use.group_scale, by_use.zero, columns, by_use.groups, group,
-        by_use.row_block,
-    )  # fmt: skip
+    return ExpertWeights(*by_use._replace(weight=tensors[0], columns=columns, group=group))
 
 
 def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:

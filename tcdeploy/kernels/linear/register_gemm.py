@@ -6,6 +6,10 @@ row, and converts them in the registers from which the tensor cores read them. T
 a program writes x to shared memory in the same order. Each step is in one group, and its sums are multiplied by the
 group's scale, so values are exact.
 
+With tiles of FRAGMENT_GEMM_TILES the codes of the weight are in another order (`fragment_order`), in which values have
+the columns of x. x then goes from its asynchronous copy to the tensor cores. If scales also multiply the values, the
+tensor cores add all steps to the same sums, so values of the next instruction are made while one runs.
+
 Weights must have no zero points, and groups of a multiple of 128 columns. The columns of a weight with few rows are
 split among programs, whose sums a second kernel adds in a fixed order.
 
@@ -16,16 +20,28 @@ SM. If scales multiply the values instead, one of the four products is faster th
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from tcdeploy.kernels.linear.scheme_gemm import fit_splits, sum_parts
 from tcdeploy.kernels.linear.scheme_operands import Operands
 from tcdeploy.kernels.linear.scheme_tiles import REGISTER_BLOCK_K, RegisterGemmTile
+from tcdeploy.kernels.linear.scheme_values import pack_nibbles, unpack_nibbles
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMM = Kernel("tcdeploy.kernels.linear.register_gemm_kernel", "_register_gemm_kernel")
+
+
+def fragment_order(weight: Tensor) -> Tensor:
+    """A weight of int4 codes, uint8 [n, k / 2], with the codes of 32 columns in the order of the tensor cores.
+
+    Of 8 i + 2 t and the column after it, for i and t below 4, word t has the codes in its bits 4 i and 4 i + 16.
+    """
+    codes = unpack_nibbles(weight).unflatten(1, (-1, 4, 4, 2))  # n, 32s, i, t, column % 2
+    return pack_nibbles(codes.permute(0, 1, 3, 4, 2).flatten(1))
 
 
 def register_gemm(
@@ -35,7 +51,9 @@ def register_gemm(
     assert weight.is_plain_int4
     (rows, k), n = x.shape, weight.weight.shape[0]
     words = weight.weight.view(torch.int32)
-    pdl = {"launch_pdl": True} if supports_pdl(x.device) else {}
+    options: dict[str, int] = {"launch_pdl": True} if supports_pdl(x.device) else {}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
     splits = fit_splits(tile.splits, k // REGISTER_BLOCK_K)
     addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
     parts = x.new_empty(splits, rows, n, dtype=torch.float32) if splits > 1 else None
@@ -44,7 +62,9 @@ def register_gemm(
         out if parts is None else parts, x, words, weight.row_scale, weight.group_scale,
         addend if parts is None else None, rows, n, k, k // splits, words.shape[1], weight.groups, x.stride(0),
         addend_stride, weight.group, max(16, next_power_of_2(rows)), tile.block_n, REGISTER_BLOCK_K, gated,
-        parts is not None, bool(pdl), num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl,
+        parts is not None, tile.fragments, tile.scales_values,
+        math.gcd(tile.unroll, k // splits // REGISTER_BLOCK_K), supports_pdl(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
     if parts is not None:
         sum_parts(out, parts, addend, gated)

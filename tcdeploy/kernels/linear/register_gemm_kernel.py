@@ -1,11 +1,12 @@
 """The Triton kernel of int4 weights whose values stay in registers, which register_gemm.py launches and describes."""
 
+# ruff: noqa: SIM108 - branches of Triton read better
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_codes import _word_values
+from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _word_values
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
@@ -24,6 +25,15 @@ def _weight_tile(words, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
+def _fragment_tile(words, scales, DTYPE: tl.constexpr):
+    """The values [n, k] of words [n, k / 8] in the order of fragments (register_gemm.py), times `scales` [n]."""
+    values = _fragment_values(words, scales, DTYPE)
+    values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))  # n, 32s, t, second, pair // 2, pair
+    return tl.reshape(tl.permute(values, (0, 1, 4, 5, 2, 3)), (words.shape[0], 8 * words.shape[1]))
+
+
+@ignore_comments
+@triton.jit
 def _input_tile(inputs):
     """x [m, k] with its columns in the order of `_weight_tile`."""
     tile = tl.reshape(inputs, (inputs.shape[0], inputs.shape[1] // 32, 4, 2, 2, 2))  # m, 32s, t, bytes, byte, code
@@ -31,13 +41,32 @@ def _input_tile(inputs):
 
 
 @ignore_comments
+@triton.jit
+def _add_step(acc, words, inputs, scales, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr):
+    """acc [n, m] plus the product of words [n, k / 8] and inputs [m, k], times `scales` [n], if not None."""
+    DTYPE: tl.constexpr = inputs.dtype
+    if SCALES_VALUES and scales is not None:
+        acc = tl.dot(_fragment_tile(words, scales.to(DTYPE), DTYPE), tl.trans(inputs), acc)
+    else:
+        if FRAGMENTS:
+            values = _fragment_tile(words, None, DTYPE)
+        else:
+            values, inputs = _weight_tile(words, DTYPE), _input_tile(inputs)
+        if scales is None:
+            acc = tl.dot(values, tl.trans(inputs), acc)
+        else:
+            acc += tl.dot(values, tl.trans(inputs)) * scales.to(tl.float32)[:, None]
+    return acc
+
+
+@ignore_comments
 @triton.jit(do_not_specialize=["rows"])
 def _register_gemm_kernel(
     out, x, weight, row_scale, group_scale, addend, rows, n, k, split_k, row_words, groups, x_stride, addend_stride,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr, UNROLL: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    DTYPE: tl.constexpr = x.dtype.element_ty
     row, tile_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     n_tile, first = tl.program_id(0), tl.program_id(1) * split_k
     if GATED:  # eight gate rows, then their up rows: a thread has the sums of both
@@ -53,20 +82,21 @@ def _register_gemm_kernel(
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if group_scale is not None:
-        scales = tl.load(group_scale + w_row * groups + first // GROUP).to(tl.float32)
-
+    scales = tl.load(group_scale + w_row * groups + first // GROUP) if group_scale is not None else None
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, split_k, BLOCK_K):
-        words = tl.load(w_ptrs + start // 8)
-        inputs = _input_tile(tl.load(x_ptrs + start, mask=x_mask, other=0.0))
-        if group_scale is not None:
-            following = tl.minimum(first + start + BLOCK_K, k - 1) // GROUP  # loaded one step ahead
-            following_scales = tl.load(group_scale + w_row * groups + following).to(tl.float32)
-            acc += tl.dot(_weight_tile(words, DTYPE), tl.trans(inputs)) * scales[:, None]
-            scales = following_scales
-        else:
-            acc = tl.dot(_weight_tile(words, DTYPE), tl.trans(inputs), acc)
+    for start in range(0, split_k, BLOCK_K * UNROLL):
+        for step in tl.static_range(UNROLL):
+            column = start + step * BLOCK_K
+            words = tl.load(w_ptrs + column // 8)
+            inputs = tl.load(x_ptrs + column, mask=x_mask, other=0.0)
+            if group_scale is not None:
+                # In the order of fragments, Triton loads the scales of this step in the layout of the tensor cores.
+                following = first + column if FRAGMENTS else tl.minimum(first + column + BLOCK_K, k - 1)
+                following_scales = tl.load(group_scale + w_row * groups + following // GROUP)
+                scales = following_scales if FRAGMENTS else scales
+            acc = _add_step(acc, words, inputs, scales, FRAGMENTS, SCALES_VALUES)
+            if group_scale is not None:
+                scales = following_scales
 
     if row_scale is not None:
         acc *= tl.load(row_scale + w_row).to(tl.float32)[:, None]

@@ -72,6 +72,21 @@ def _pairs_ptx(format: str, dtype: str) -> str:
     return "{" + " ".join(lines) + "}"
 
 
+def _fragments_ptx(dtype: str, has_scale: bool) -> str:
+    """PTX: the values of the pairs of codes i and i + 4 of a word ($4), i = 0 to 3, in one register each ($0 to $3).
+
+    $5: -8 - base, twice, in the same dtype. $6, if has_scale: a factor of the values, twice.
+    """
+    base, unit = {"bf16": (0x43004300, 0x3F803F80), "f16": (0x64006400, 0x3C003C00)}[dtype]
+    lines = [f".reg .b32 second, third, fourth, unit; mov.b32 unit, {unit:#x};"]
+    sources = ("$4", "second", "third", "fourth")
+    lines += [f"shr.u32 {sources[i]}, $4, {4 * i};" for i in (1, 2, 3)]
+    lines += [f"lop3.b32 ${i}, {sources[i]}, 0x000F000F, {base:#x}, 0xEA;" for i in range(4)]
+    lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, unit, $5;" for i in range(4)]
+    lines += [f"mul.rn.{dtype}x2 ${i}, ${i}, $6;" for i in range(4) if has_scale]
+    return "{" + " ".join(lines) + "}"
+
+
 def _floats_ptx(format: str) -> str:
     """PTX: 1 + c / 128 in float32 of the low ($0 to $3) and the high ($4 to $7) codes of four bytes ($8)."""
     lines = [".reg .b32 first, last;"]
@@ -89,6 +104,11 @@ def _floats_ptx(format: str) -> str:
 
 _INT4_FLOATS, _E2M1_FLOATS = tl.constexpr(_floats_ptx("int4")), tl.constexpr(_floats_ptx("e2m1"))
 _INT4_BF16, _INT4_F16 = tl.constexpr(_pairs_ptx("int4", "bf16")), tl.constexpr(_pairs_ptx("int4", "f16"))
+_FRAGMENTS_BF16, _FRAGMENTS_F16 = (
+    tl.constexpr(_fragments_ptx("bf16", False)),
+    tl.constexpr(_fragments_ptx("f16", False)),
+)
+_SCALED_BF16, _SCALED_F16 = tl.constexpr(_fragments_ptx("bf16", True)), tl.constexpr(_fragments_ptx("f16", True))
 _E2M1_BF16, _E2M1_F16 = tl.constexpr(_pairs_ptx("e2m1", "bf16")), tl.constexpr(_pairs_ptx("e2m1", "f16"))
 
 
@@ -213,6 +233,48 @@ def _word_values(words, DTYPE: tl.constexpr):
         first, second = _plain_pair(words, DTYPE), _plain_pair(words >> 8, DTYPE)
         third, last = _plain_pair(words >> 16, DTYPE), _plain_pair(words >> 24, DTYPE)
     return tl.join(tl.join(first, second), tl.join(third, last))
+
+
+@ignore_comments
+@triton.jit
+def _plain_fragment(words, i: tl.constexpr, DTYPE: tl.constexpr):
+    """[..., 2]: the int4 values of codes i and i + 4 of words."""
+    codes = tl.join(words >> 4 * i, words >> 4 * i + 16) & 15
+    return (codes.to(tl.float32) - 8.0).to(DTYPE)
+
+
+@ignore_comments
+@triton.jit
+def _fragment_values(words, scales, DTYPE: tl.constexpr):
+    """The 8 int4 values of words [n, words] in a 16-bit DTYPE: [n, words, code // 4, code // 2 % 2, code % 2].
+
+    They are multiplied by `scales` [n] in DTYPE, if not None.
+    """
+    if HAS_PTX:
+        IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
+        shifts = tl.full([1, 1], 0xC308C308 - 0x100000000 if IS_BF16 else 0xE408E408 - 0x100000000, tl.int32)
+        if scales is None:
+            PTX: tl.constexpr = _FRAGMENTS_BF16 if IS_BF16 else _FRAGMENTS_F16
+            first, second, third, last = tl.inline_asm_elementwise(
+                PTX, "=r,=r,=r,=r,r,r", [words, shifts],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            SCALED_PTX: tl.constexpr = _SCALED_BF16 if IS_BF16 else _SCALED_F16
+            factors = scales.to(tl.int16, bitcast=True).to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
+            first, second, third, last = tl.inline_asm_elementwise(
+                SCALED_PTX, "=r,=r,=r,=r,r,r,r", [words, shifts, factors[:, None]],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        first, second, third, last = _pair(first, DTYPE), _pair(second, DTYPE), _pair(third, DTYPE), _pair(last, DTYPE)
+        values = tl.join(tl.join(first, third), tl.join(second, last))
+    else:
+        first, second = _plain_fragment(words, 0, DTYPE), _plain_fragment(words, 1, DTYPE)
+        third, last = _plain_fragment(words, 2, DTYPE), _plain_fragment(words, 3, DTYPE)
+        values = tl.join(tl.join(first, third), tl.join(second, last))
+        if scales is not None:
+            values *= scales[:, None, None, None, None]
+    return values
 
 
 @ignore_comments

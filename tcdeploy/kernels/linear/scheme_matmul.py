@@ -9,6 +9,7 @@
 - 9 to 32 rows of int4 without zero points, in groups of 128 or more, where it is faster and no SwiGLU follows
   (register_gemm.py): the weight is the first operand of larger tensor-core instructions. A step has one group, whose
   scale multiplies its sums.
+- One row of int4 without zero points, only if its tile is given (persistent_gemv.py): persistent programs.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import fp4_scheme
+from tcdeploy.kernels.linear.persistent_gemv import persistent_gemv
 from tcdeploy.kernels.linear.register_gemm import register_gemm
 from tcdeploy.kernels.linear.scheme_gemm import gemm
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
@@ -39,6 +41,7 @@ from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
     MIN_SLICE,
+    PersistentGemvTile,
     RegisterGemmTile,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
@@ -110,10 +113,12 @@ def matmul(
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
     tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_plain_int4 and not gated)
-    assert rows == 1 or not isinstance(tile, SchemeGemvTile)
-    assert norm is None or isinstance(tile, SchemeGemvTile)
+    assert rows == 1 or not isinstance(tile, SchemeGemvTile | PersistentGemvTile)
+    assert norm is None or isinstance(tile, SchemeGemvTile | PersistentGemvTile)
     if isinstance(tile, SchemeGemvTile):
         _gemv(out, x, weight, addend, gated, norm, eps, tile)
+    elif isinstance(tile, PersistentGemvTile):
+        persistent_gemv(out, x, weight, addend, gated, norm, eps, tile)
     elif isinstance(tile, SchemeSkinnyGemmTile):
         _skinny_gemm(out, x, weight, addend, gated, tile)
     elif isinstance(tile, RegisterGemmTile):

@@ -39,7 +39,7 @@ class Operands(NamedTuple):
 
     @property
     def k(self) -> int:
-        return self.weight.shape[1] * self.per_byte
+        return self.weight.shape[-1] * self.per_byte
 
     @property
     def is_plain_int4(self) -> bool:

@@ -31,6 +31,17 @@ class SchemeGemvTile(NamedTuple):
     num_warps: int
 
 
+class PersistentGemvTile(NamedTuple):
+    """The shape of a GEMV program that computes many tiles: rows of the weight, and programs that share an SM."""
+
+    name: str
+    block_n: int
+    num_warps: int
+    num_stages: int  # of the software pipeline
+    programs_per_sm: int
+    is_early: bool = False  # a program's first tile is loaded before the previous kernel has ended
+
+
 class SchemeSkinnyGemmTile(NamedTuple):
     """The shape of one skinny-GEMM program: rows of the weight, and columns of each row per loop step."""
 
@@ -61,17 +72,35 @@ class RegisterGemmTile(NamedTuple):
     splits: int  # parts of the columns, each the work of a program
     num_warps: int
     num_stages: int  # of the software pipeline
+    fragments: bool = False  # the codes of the weight are in the order of `fragment_order`
+    scales_values: bool = False  # scales multiply the values, in x's dtype, instead of the sums
+    max_registers: int | None = None  # per thread
+    unroll: int = 1  # steps of 128 columns between two barriers, if they divide the columns
 
 
-Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
+Tile: TypeAlias = SchemeGemvTile | PersistentGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
 
 SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
     SchemeGemvTile("n2_b2048", 2, 2048, 4),
     SchemeGemvTile("n8_b2048", 8, 2048, 4),
+    # Not timed yet:
+    SchemeGemvTile("n16_b2048", 16, 2048, 4),
+    SchemeGemvTile("n16_b1024", 16, 1024, 4),
+    SchemeGemvTile("n8_b1024", 8, 1024, 2),
 )
-N4_B2048, N2_B2048, N8_B2048 = range(len(SCHEME_GEMV_TILES))
+N4_B2048, N2_B2048, N8_B2048, N16_B2048, N16_B1024, N8_B1024 = range(len(SCHEME_GEMV_TILES))
 
+PERSISTENT_GEMV_TILES = (  # not timed yet, so the heuristics do not choose them
+    PersistentGemvTile("p8", 8, 4, 3, 4),
+    PersistentGemvTile("p8_5", 8, 4, 3, 5),
+    PersistentGemvTile("p8w8", 8, 8, 3, 3),
+    PersistentGemvTile("p4", 4, 4, 4, 5),
+    PersistentGemvTile("p16", 16, 4, 2, 4),
+    PersistentGemvTile("p4w8", 4, 8, 3, 2),
+    PersistentGemvTile("p8_early", 8, 4, 3, 4, True),
+    PersistentGemvTile("p4_early", 4, 4, 4, 4, True),
+)
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
     SchemeSkinnyGemmTile("n16_k512", 16, 512, 4, 4),
@@ -95,6 +124,29 @@ REGISTER_GEMM_TILES = (
     RegisterGemmTile("r128_s8", 128, 8, 8, 3),
 )
 R64_S4, R128, R128_S8 = range(len(REGISTER_GEMM_TILES))
+FRAGMENT_GEMM_TILES = (  # not timed yet, and no checkpoint is converted to their order
+    RegisterGemmTile("f64", 64, 1, 4, 4, True),
+    RegisterGemmTile("f64_s4", 64, 4, 4, 4, True),
+    RegisterGemmTile("f64_s8", 64, 8, 4, 4, True),
+    RegisterGemmTile("f128w4", 128, 1, 4, 4, True),
+    RegisterGemmTile("f128w4_s2", 128, 2, 4, 4, True),
+    RegisterGemmTile("f128w4_s4", 128, 4, 4, 4, True),
+    RegisterGemmTile("f128", 128, 1, 8, 3, True),
+    RegisterGemmTile("f128_s4", 128, 4, 8, 3, True),
+    RegisterGemmTile("f128_s8", 128, 8, 8, 3, True),
+    RegisterGemmTile("f64u2", 64, 1, 4, 3, True, unroll=2),
+    RegisterGemmTile("f64u2_s4", 64, 4, 4, 3, True, unroll=2),
+    RegisterGemmTile("f128u2", 128, 1, 8, 3, True, unroll=2),
+    RegisterGemmTile("f128u2_s8", 128, 8, 8, 3, True, unroll=2),
+    RegisterGemmTile("f128_v", 128, 1, 8, 3, True, True),
+    RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, True, 128),
+    RegisterGemmTile("f128w4_v", 128, 1, 4, 4, True, True),
+    RegisterGemmTile("f128_v_s4", 128, 4, 8, 3, True, True),
+    RegisterGemmTile("f128_v_s8", 128, 8, 8, 3, True, True),
+    RegisterGemmTile("f256_v", 256, 1, 8, 3, True, True),
+    RegisterGemmTile("f256_v_s4", 256, 4, 8, 3, True, True),
+    RegisterGemmTile("f256_v_s8", 256, 8, 8, 3, True, True),
+)
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
 MIN_REGISTER_K, MANY_COLUMNS = 4096, 8192  # products of fewer columns were not timed; more are split further
 MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM

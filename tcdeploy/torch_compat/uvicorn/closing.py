@@ -59,6 +59,7 @@ class Connection(_Base):
         self._in_headers = True
         self._has_partial_request = False  # a part of a request has arrived, and not its end
         self._open_cycles: deque[Any] = deque()  # uvicorn's cycles without a complete response; the first one runs
+        self._is_draining = False
         self._keeps_alive = True  # whether the connection is kept after the response to the current request
         self._is_input_over = False  # what still arrives is dropped
         self._rejection: Rejection | None = None  # is sent after the responses of the open cycles
@@ -90,7 +91,16 @@ class Connection(_Base):
         if self._rejection is not None and not self._open_cycles:
             self._send_rejection(self._rejection)
 
-    def shutdown(self) -> None:  # also called when the server begins to drain
+    def drain(self) -> None:
+        """Close the connection after its next response, or now if it is idle after one. A new connection, whose first
+        request may be on its way, stays open for that request.
+        """
+        self._is_draining, self._keeps_alive = True, False
+        waits = self.cycle is None or (self.cycle.response_complete and self._has_partial_request)
+        if not waits and not self._is_lingering:
+            super().shutdown()
+
+    def shutdown(self) -> None:
         self._keeps_alive = False
         if self._is_lingering:
             self.transport.close()

@@ -184,7 +184,7 @@ class _Bounds(Connection):
         self._in_headers, self._line_bytes = False, 0
         self._open_cycles.append(self.cycle)
         self.cycle.transport = self._cycle_transport  # type: ignore[assignment]
-        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive and not self._is_draining, False
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.linear.scheme_matmul import matmul
 from tcdeploy.kernels.linear.scheme_operands import operands
-from tcdeploy.kernels.linear.scheme_tiles import SchemeGemmTile, Tile, choose_tile
+from tcdeploy.kernels.linear.scheme_tiles import RegisterGemmTile, SchemeGemmTile, Tile, choose_tile
 from tcdeploy.planning.schemes import SCHEMES
 from tests.kernels.linear.matmul_cases import EPS, assert_agrees, expected, rand
 
@@ -118,7 +118,10 @@ def assert_product_agrees(
     values = SCHEMES[CASES[case][0]].dequantise(tensors, torch.float32)
     rounded = values.to(x.dtype).double()
     chosen = tile or choose_tile(len(x), len(weight.weight), weight.k, weight.per_byte, weight.is_plain_int4)
-    if not isinstance(chosen, SchemeGemmTile) or torch.equal(rounded, values.double()):
+    rounds_values = isinstance(chosen, SchemeGemmTile) or (
+        isinstance(chosen, RegisterGemmTile) and chosen.scales_values
+    )
+    if not rounds_values or torch.equal(rounded, values.double()):
         assert_agrees(y, precise)
         return
     of_copy = (expected(x, rounded, **extras) - precise).float().norm() / precise.float().norm()

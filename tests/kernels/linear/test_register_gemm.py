@@ -12,13 +12,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcdeploy.kernels.linear.scheme_codes import _plain_pair, _word_values
+from tcdeploy.kernels.linear.register_gemm import fragment_order
+from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _plain_fragment, _plain_pair, _word_values
 from tcdeploy.kernels.linear.scheme_matmul import matmul
 from tcdeploy.kernels.linear.scheme_operands import operands
-from tcdeploy.kernels.linear.scheme_tiles import REGISTER_GEMM_TILES, RegisterGemmTile
+from tcdeploy.kernels.linear.scheme_tiles import FRAGMENT_GEMM_TILES, R128, REGISTER_GEMM_TILES, RegisterGemmTile
 from tcdeploy.planning.schemes import SCHEMES
 from tests.kernels.linear.matmul_cases import assert_agrees, assert_reads_only, expected
-from tests.kernels.linear.scheme_cases import CASES, FORMS, product, reference, run, weight_tensors
+from tests.kernels.linear.scheme_cases import (
+    CASES,
+    FORMS,
+    assert_product_agrees,
+    product,
+    reference,
+    run,
+    weight_tensors,
+)
 from tests.triton_tools import (
     HOPPER_SHARED_BYTES,
     compile_for_hopper,
@@ -37,6 +46,16 @@ SERVED = {  # schemes, and the columns of a group of 768
     "permuted": ("int4_float32_permuted", 128),
 }
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
+FRAGMENT_TILES = {tile.name: tile for tile in FRAGMENT_GEMM_TILES}
+QUICK_FRAGMENT_TILES = ("f64u2_s4", "f128w4", "f128_v_s4", "f256_v")
+each_fragment_tile = pytest.mark.parametrize(
+    "tile",
+    [
+        pytest.param(tile, marks=() if name in QUICK_FRAGMENT_TILES else pytest.mark.long)
+        for name, tile in FRAGMENT_TILES.items()
+    ],
+    ids=lambda tile: tile.name,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +76,40 @@ def test_each_form_agrees_and_writes_only_its_rows(
     y = run(case, x, tensors, extras, tile=tile)
     assert_agrees(y, reference(case, x, tensors, extras))
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@each_fragment_tile
+@pytest.mark.parametrize("form", ["plain", "added", "gated"])
+@pytest.mark.parametrize("rows", [9, 32])
+def test_weights_in_the_order_of_fragments_agree(
+    tile: RegisterGemmTile, form: str, rows: int, device: str, poisoned_outputs: list[Tensor]
+) -> None:
+    """1,024 columns have four parts of an even number of steps."""
+    x, tensors, extras = product("groups of 128", rows, form, device=device, n=160, k=1024)
+    y = run("groups of 128", x, [fragment_order(tensors[0]), *tensors[1:]], extras, tile=tile)
+    assert_product_agrees("groups of 128", y, x, tensors, extras, tile)
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize("name", ["f64", "f128_v"])
+def test_groups_of_any_width_agree_in_the_order_of_fragments(case: str, name: str, device: str) -> None:
+    x, tensors, extras = product(case, 19, "added", torch.float16, device, n=64, k=768)
+    tile = FRAGMENT_TILES[name]
+    if case != "by row" and tile.scales_values and tensors[1].dtype != x.dtype:
+        tensors[1] = tensors[1].to(x.dtype).to(tensors[1].dtype)  # such scales are rounded to x's dtype
+    y = run(case, x, [fragment_order(tensors[0]), *tensors[1:]], extras, tile=tile)
+    assert_product_agrees(case, y, x, tensors, extras, tile)
+
+
+def test_all_codes_have_their_values_in_the_order_of_fragments(device: str) -> None:
+    x = torch.zeros(32, 128, dtype=torch.bfloat16)
+    x[torch.arange(32), torch.arange(32) + 7] = 1
+    weight = torch.arange(64, dtype=torch.uint8) * 37 + torch.arange(256, dtype=torch.uint8)[:, None]
+    tensors = [weight.to(device), torch.full((256, 1), 0.5, dtype=torch.bfloat16, device=device)]
+    y = matmul("int4_bfloat16", x.to(device), [fragment_order(tensors[0]), tensors[1]], tile=FRAGMENT_TILES["f64"])
+    expected_values = SCHEMES["int4_bfloat16"].dequantise(tensors, x.dtype)[:, 7:39].T
+    assert_close(y, expected_values, rtol=0, atol=0)
 
 
 def test_inputs_may_be_float16_and_slices(device: str) -> None:
@@ -122,6 +175,29 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
     assert spilled_bytes(ptx, tmp_path) == 0
 
 
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("form", ["added", "gated"])
+@pytest.mark.parametrize("name", ["f64_s4", "f128w4", "f128", "f64u2", "f128u2", "f128_v", "f256_v"])
+def test_values_in_the_order_of_fragments_stay_in_registers(
+    name: str, form: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """x is copied to the shared memory from which the tensor cores read it. Tiles for few rows exceed the registers."""
+    if rows > 64 and "v" not in name or rows > 16 and name == "f128w4":
+        pytest.skip("not a tile for so many rows")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    x, tensors, extras = product("groups of 128", rows, form, n=512, k=4096)
+    run("groups of 128", x, tensors, extras, tile=FRAGMENT_TILES[name])
+    compiled = compile_for_hopper(launches[0], runs_ptxas=False)
+    ptx = compiled.asm["ptx"]
+    instructions = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
+    assert instructions and set(instructions) == {"{"}
+    assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx
+    assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "neither operand is written to shared memory again"
+    assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
+    assert spilled_bytes(ptx, tmp_path) == 0
+
+
 @triton.jit
 def both_forms_kernel(out, words):
     """Writes the values of 256 words by PTX and in the plain form: [form, word, code, byte % 2, byte // 2]."""
@@ -141,6 +217,49 @@ def test_ptx_and_the_plain_form_make_the_same_values(dtype: torch.dtype) -> None
     out = torch.full((2, 2048), float("nan"), dtype=dtype, device="cuda")
     both_forms_kernel[(1,)](out, words)
     assert torch.equal(out[0], out[1])
+
+
+@triton.jit
+def both_fragment_forms_kernel(out, words, scales):
+    """As `both_forms_kernel`, in the order of fragments; then both forms again, times the scales of the words."""
+    codes, factors = tl.load(words + tl.arange(0, 256)[:, None]), tl.load(scales + tl.arange(0, 256))
+    offsets, DTYPE = tl.arange(0, 2048), out.dtype.element_ty
+    first, second = _plain_fragment(codes, 0, DTYPE), _plain_fragment(codes, 1, DTYPE)
+    third, last = _plain_fragment(codes, 2, DTYPE), _plain_fragment(codes, 3, DTYPE)
+    plain = tl.join(tl.join(first, third), tl.join(second, last))
+    tl.store(out + offsets, tl.reshape(_fragment_values(codes, None, DTYPE), (2048,)))
+    tl.store(out + 2048 + offsets, tl.reshape(plain, (2048,)))
+    tl.store(out + 4096 + offsets, tl.reshape(_fragment_values(codes, factors, DTYPE), (2048,)))
+    tl.store(out + 6144 + offsets, tl.reshape(plain * factors[:, None, None, None, None], (2048,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_ptx_and_the_plain_form_make_the_same_values_of_fragments(dtype: torch.dtype) -> None:
+    words = torch.randint(-(2**31), 2**31, (256,), dtype=torch.int32, device="cuda")
+    out = torch.full((4, 2048), float("nan"), dtype=dtype, device="cuda")
+    both_fragment_forms_kernel[(1,)](out, words, torch.randn(256, device="cuda").to(dtype))
+    assert torch.equal(out[0], out[1]) and torch.equal(out[2], out[3])
+
+
+@pytest.mark.gpu
+@each_fragment_tile
+@pytest.mark.parametrize("form", ["plain", "added", "gated"])
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_real_shapes_agree_in_the_order_of_fragments_on_a_gpu(tile: RegisterGemmTile, form: str, rows: int) -> None:
+    for n, k in ((4096, 4096), (4096, 14336)):
+        x, tensors, extras = product("groups of 128", rows, form, device="cuda", n=n, k=k)
+        y = run("groups of 128", x, [fragment_order(tensors[0]), *tensors[1:]], extras, tile=tile)
+        assert_product_agrees("groups of 128", y, x, tensors, extras, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 32])
+def test_gated_products_of_real_shapes_agree_on_a_gpu(rows: int) -> None:
+    """With the tile that the heuristics choose only without SwiGLU."""
+    x, tensors, extras = product("groups of 128", rows, "gated", device="cuda", n=28672, k=4096)
+    y = run("groups of 128", x, tensors, extras, tile=REGISTER_GEMM_TILES[R128])
+    assert_agrees(y, reference("groups of 128", x, tensors, extras))
 
 
 @pytest.mark.gpu
