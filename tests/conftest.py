@@ -66,7 +66,7 @@ COMPILING_PATHS = (
     "models/test_packed_linears.py",
     "parity/", "start/test_packaged_families.py", "start/test_scheme_starts.py", "start/test_slot_packages.py",
     "start/test_hybrid_packages.py", "engine/test_hybrid_models.py", "engine/test_snapshot_models.py",
-    "test_prewarm.py", "test_story.py", "torch_compat/",
+    "engine/test_reported_state_faults.py", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 # What scripts/test --quick leaves out besides them: these take two thirds of the time of the tests without the marker.
@@ -81,7 +81,7 @@ SLOW_PATHS = (
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
     "engine/test_hybrid_models.py", "engine/test_slot_state.py", "engine/test_snapshot_models.py",
-    "start/test_slot_packages.py",
+    "engine/test_reported_state_faults.py", "server/test_hybrid_server.py", "start/test_slot_packages.py",
     "start/test_hybrid_packages.py", "parity/test_state_faults.py", "parity/test_hybrid_faults.py",
     "start/test_packaged_start.py", "start/test_parallel_compile.py", "scale/test_ray.py", "scale/test_ray_router.py",
     "programs/test_programs.py",

@@ -9,16 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
+import subprocess
 import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import triton.backends.nvidia
 import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -182,6 +186,18 @@ def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKerne
 def shared_memory_on_hopper(launch: Launch) -> int:
     """Bytes of shared memory per program of a recorded launch."""
     return compile_for_hopper(launch, runs_ptxas=False).metadata.shared
+
+
+def spilled_bytes(ptx: str, folder: Path) -> int:
+    """Bytes that ptxas spills to local memory."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    ptxas = Path(triton.backends.nvidia.__path__[0]) / "bin" / "ptxas"
+    command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(source), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert spills, report
+    return sum(map(int, spills))
 
 
 def specialization_key(launch: Launch) -> tuple[str, str]:

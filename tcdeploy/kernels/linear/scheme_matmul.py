@@ -67,7 +67,10 @@ def is_fusable(scheme: str, rows: int, dtype: torch.dtype, tensors: Sequence[Ten
     """Whether the kernels compute a product of this many rows. Works on fake tensors."""
     if scheme not in FORMATS or dtype not in (torch.bfloat16, torch.float16):
         return False
-    weight = operands(scheme, tensors)
+    return _is_fusable(operands(scheme, tensors), scheme, rows, tensors, gated)
+
+
+def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tensor], gated: bool) -> bool:
     n = weight.weight.shape[0]
     is_whole = n % (2 * N_MULTIPLE) == 0 if gated else n % N_MULTIPLE == 0
     is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
@@ -100,7 +103,8 @@ def matmul(
     """
     weight = operands(scheme, tensors)
     (rows, k), n = x.shape, weight.weight.shape[0]
-    assert is_fusable(scheme, rows, x.dtype, tensors, gated) and weight.k == k and x.stride(1) == 1
+    assert _is_fusable(weight, scheme, rows, tensors, gated) and weight.k == k and x.stride(1) == 1
+    assert x.dtype in (torch.bfloat16, torch.float16)
     assert addend is None or (addend.dtype == x.dtype and addend.stride(-1) == 1 and addend.shape in ((n,), (rows, n)))
     assert not (gated and addend is not None)
     assert norm is None or (rows == 1 and norm.shape == (k,) and norm.is_contiguous())

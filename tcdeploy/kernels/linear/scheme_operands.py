@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ FORMATS = {  # how the kernels make values of a scheme's bytes
     fp8_scheme.CHANNEL_NAME: "fp8", fp8_scheme.BLOCK_NAME: "fp8", int8_scheme.NAME: "int8",
     fp4_scheme.MXFP4_NAME: "e2m1", fp4_scheme.NVFP4_NAME: "e2m1", **dict.fromkeys(int4_scheme.NAMES, "int4"),
 }  # fmt: skip
+TWO_PER_BYTE = ("int4", "e2m1")
 
 
 class Operands(NamedTuple):
@@ -33,7 +35,7 @@ class Operands(NamedTuple):
     @property
     def per_byte(self) -> int:
         """Columns in a byte."""
-        return 2 if self.format in ("int4", "e2m1") else 1
+        return 2 if self.format in TWO_PER_BYTE else 1
 
     @property
     def k(self) -> int:
@@ -45,16 +47,20 @@ class Operands(NamedTuple):
         return self.format == "int4" and self.zero is None and self.group % REGISTER_BLOCK_K == 0
 
 
+@functools.cache
+def _suffixes(scheme: str) -> tuple[str, ...]:
+    return tuple(item.suffix for item in SCHEMES[scheme].tensors)
+
+
 def operands(scheme: str, tensors: Sequence[Tensor]) -> Operands:
-    """The tensors of a weight in a scheme of FORMATS, in the scheme's order, by their use."""
-    by_suffix = dict(zip((item.suffix for item in SCHEMES[scheme].tensors), tensors, strict=True))
-    weight, scale = by_suffix["weight"], by_suffix["weight_scale"]
-    zero, columns = by_suffix.get("weight_zero_point"), by_suffix.get("columns")
+    """The tensors of a weight in a scheme of FORMATS, in the scheme's order, by their use. Each product calls it."""
+    by_suffix = dict(zip(_suffixes(scheme), tensors, strict=True))
+    weight, scale, zero = by_suffix["weight"], by_suffix["weight_scale"], by_suffix.get("weight_zero_point")
+    columns, kind = by_suffix.get("columns"), FORMATS[scheme]
     groups = scale.shape[1] if scale.ndim == 2 else 1
-    is_blocks = scheme == fp8_scheme.BLOCK_NAME
-    is_row_scale = groups == 1 and not is_blocks and scheme not in (fp4_scheme.MXFP4_NAME, fp4_scheme.NVFP4_NAME)
+    if scheme == fp8_scheme.BLOCK_NAME:
+        return Operands(kind, weight, None, scale, zero, columns, groups, fp8_scheme.BLOCK, fp8_scheme.BLOCK)
+    is_row_scale = groups == 1 and scheme not in (fp4_scheme.MXFP4_NAME, fp4_scheme.NVFP4_NAME)
     row_scale, group_scale = (scale, None) if is_row_scale else (by_suffix.get("weight_global_scale"), scale)
-    found = Operands(FORMATS[scheme], weight, row_scale, group_scale, zero, columns, groups, 0, 1)
-    if is_blocks:
-        return found._replace(group=fp8_scheme.BLOCK, row_block=fp8_scheme.BLOCK)
-    return found._replace(group=found.k // groups)
+    k = weight.shape[1] * (2 if kind in TWO_PER_BYTE else 1)
+    return Operands(kind, weight, row_scale, group_scale, zero, columns, groups, k // groups, 1)

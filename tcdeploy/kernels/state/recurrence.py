@@ -45,7 +45,7 @@ CHUNK = 64  # tokens
 EPS = 1e-6  # of the normalisation of keys and queries
 # Tuning constants. A program of the step kernel has `STEP_VALUES` columns of a matrix, or fewer if programs are few.
 STEP_VALUES, STEP_WARPS, MIN_STEP_PROGRAMS = 32, 4, 512
-SOLVE_WARPS, SCAN_VALUES, SCAN_WARPS = 8, 32, 8
+SOLVE_KEYS, SOLVE_WARPS, SCAN_VALUES, SCAN_WARPS = 32, 4, 32, 8
 
 
 class Layout(NamedTuple):
@@ -236,7 +236,7 @@ def _launch_chunks(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequen
         (layout.heads, parts),
         inverses, products, totals, betas, x, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, starts, seq_lens, count,
         *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.max_beta, inputs.scale, EPS,
-        *constants, CHUNK.bit_length() - 1, num_warps=SOLVE_WARPS, num_stages=1,
+        *constants, min(SOLVE_KEYS, keys), CHUNK.bit_length() - 1, num_warps=SOLVE_WARPS, num_stages=1,
     )  # fmt: skip
     values = min(SCAN_VALUES, max(next_power_of_2(layout.value_dim), 16))
     SCAN_KERNEL.launch(

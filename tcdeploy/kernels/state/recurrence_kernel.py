@@ -103,21 +103,105 @@ def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: 
 
 @ignore_comments
 @triton.jit
-def _channel_time_steps(tokens, biases, column, mask, min_dt, max_dt, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
-    """dt [tokens, KEYS]: of each channel of the keys of one head."""
-    key = tl.arange(0, KEYS)
-    x = tl.load(tokens[:, None] + column + key[None, :], mask=mask[:, None] & (key < KEY_DIM)[None, :], other=0)
-    bias = tl.load(biases + key, mask=key < KEY_DIM, other=0).to(tl.float32)
-    return _time_step(x.to(tl.float32) + bias[None, :], min_dt, max_dt)
+def _load_part(start, rows, row_mask, stride, part, KEY_DIM: tl.constexpr, PART: tl.constexpr):
+    """Columns from `part` on [rows, PART] in float32; masked rows and columns are zero."""
+    columns = part + tl.arange(0, PART)
+    mask = row_mask[:, None] & (columns < KEY_DIM)[None, :]
+    return tl.load(start + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0).to(tl.float32)
 
 
 @ignore_comments
 @triton.jit
-def _decays_to_border(log_decay, i, block, is_second):
-    """The decays [tokens, KEYS] between each token and the border in the middle of its pair of blocks."""
-    is_between = tl.where(is_second[:, None], i[:, None] >= i[None, :], i[:, None] < i[None, :])
-    is_between &= block[:, None] == block[None, :]
-    return tl.exp(tl.dot(is_between.to(tl.float32), log_decay, input_precision="tf32x3"))
+def _joins(i, level):
+    """[i, i]: the rows of the second and the columns of the first block of each pair of blocks of 2**level tokens."""
+    block = i >> level
+    return (block[:, None] == block[None, :] + 1) & (block % 2 == 1)[:, None]
+
+
+@ignore_comments
+@triton.jit
+def _products_by_head(
+    queries, keys, token, mask, stride, total, eps,
+    KEY_DIM: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(q[i] k[j]) G[i] / G[j] and, with DELTA, (k[i] k[j]) G[i] / G[j] [CHUNK, CHUNK], for j <= i; else 0."""
+    products, squares = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    q_sum, k_sum = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    for part in range(0, KEYS, PART):
+        q = _load_part(queries, token, mask, stride, part, KEY_DIM, PART)
+        k = _load_part(keys, token, mask, stride, part, KEY_DIM, PART)
+        products = tl.dot(q, tl.trans(k), products, input_precision=PRECISION)
+        if DELTA:
+            squares = tl.dot(k, tl.trans(k), squares, input_precision=PRECISION)
+            q_sum += tl.sum(q * q, 1)
+            k_sum += tl.sum(k * k, 1)
+    is_past = token[:, None] >= token[None, :]
+    decay = tl.where(is_past, tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0)), 0)
+    if DELTA:
+        k_norm = tl.rsqrt(k_sum + eps)
+        decay *= k_norm[None, :]
+        products *= tl.rsqrt(q_sum + eps)[:, None]
+        squares *= k_norm[:, None]
+    return products * decay, squares * decay
+
+
+@ignore_comments
+@triton.jit
+def _products_by_channel(
+    queries, keys, a, dt_bias, totals, token, mask, stride, a_stride, rate, min_dt, max_dt, eps,
+    KEY_DIM: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_products_by_head`, with a decay per channel; the second product only for j < i. Stores log(G).
+
+    G[i] / G[j] cannot be factored out of the products, and 1 / G[j] could overflow. For each pair of neighbouring
+    blocks of 1, 2, 4, ... tokens, token i of the second block is therefore scaled by the decays from the border between
+    them to i, and token j of the first block by those from j to the border. Neither exceeds 1.
+    """
+    products, squares = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    q_sum, k_sum, own = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    i = tl.arange(0, CHUNK)
+    for part in range(0, KEYS, PART):
+        column = part + tl.arange(0, PART)
+        bias = tl.load(dt_bias + column, mask=column < KEY_DIM, other=0).to(tl.float32)
+        x = _load_part(a, token, mask, a_stride, part, KEY_DIM, PART)
+        dt = _time_step(x + bias[None, :], min_dt, max_dt)
+        total = tl.cumsum(tl.where(mask[:, None], -rate * dt, 0), 0)
+        tl.store(totals + i[:, None] * KEYS + column[None, :], total)
+        tl.debug_barrier()  # other threads read it
+        q = _load_part(queries, token, mask, stride, part, KEY_DIM, PART)
+        k = _load_part(keys, token, mask, stride, part, KEY_DIM, PART)
+        q_sum += tl.sum(q * q, 1)
+        k_sum += tl.sum(k * k, 1)
+        own += tl.sum(q * k, 1)
+        for level in range(LEVELS):
+            border = (i >> (level + 1) << (level + 1)) + (1 << level) - 1  # the last token of the first block
+            at_border = tl.load(totals + border[:, None] * KEYS + column[None, :])
+            scaling = tl.exp(-tl.abs(total - at_border))
+            scaled, joins = tl.trans(k * scaling), _joins(i, level)
+            products += tl.where(joins, tl.dot(q * scaling, scaled, input_precision=PRECISION), 0)
+            squares += tl.where(joins, tl.dot(k * scaling, scaled, input_precision=PRECISION), 0)
+    q_norm, k_norm = tl.rsqrt(q_sum + eps), tl.rsqrt(k_sum + eps)
+    products += tl.where(i[:, None] == i[None, :], own[:, None], 0)
+    return products * q_norm[:, None] * k_norm[None, :], squares * k_norm[:, None] * k_norm[None, :]
+
+
+@ignore_comments
+@triton.jit
+def _inverse(system, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+    """The inverse of I + A, where A is the part of `system` [CHUNK, CHUNK] below the diagonal.
+
+    It is computed for diagonal blocks of 1, 2, 4, ... tokens. If X has the inverses of the blocks of one size, and B
+    the parts of A that join two neighbouring blocks, then X - X B X has the inverses of the blocks of twice the size.
+    This is as stable as forward substitution, unlike a sum of powers of A.
+    """
+    i = tl.arange(0, CHUNK)
+    inverse = (i[:, None] == i[None, :]).to(tl.float32) - tl.where(_joins(i, 0), system, 0)
+    for level in range(1, LEVELS):
+        joining = tl.dot(tl.where(_joins(i, level), system, 0), inverse, input_precision="tf32x3")
+        inverse -= tl.dot(inverse, joining, input_precision="tf32x3")
+    return inverse
 
 
 @ignore_comments
@@ -127,17 +211,12 @@ def _solve_kernel(
     x_stride, a_stride, b_stride, min_dt, max_dt, max_beta, scale, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, LEVELS: tl.constexpr,
+    DELTA: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, PART: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program computes P, log(G) and beta for CHUNK tokens and one head, and with DELTA the inverse of I + A.
 
-    With BY_CHANNEL, G[i] / G[j] cannot be factored out of the products of keys, and 1 / G[j] could overflow. Token i of
-    a block is therefore scaled by the decays from the border between that block and the previous one to i, and token j
-    of the previous block by those from j to the border. Neither exceeds 1.
-
-    The inverse is computed for diagonal blocks of 1, 2, 4, ... tokens. If X has the inverses of the blocks of one size,
-    and B the parts of A below the diagonal that join two neighbouring blocks, then X - X B X has the inverses of the
-    blocks of twice the size. This is as stable as forward substitution, unlike a sum of powers of A.
+    It reads PART columns of keys and queries at a time.
     """
     head, part = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of_tile(starts, part, sequences, CHUNK)
@@ -148,51 +227,50 @@ def _solve_kernel(
     if (first >= end) | (tl.load(seq_lens + sequence) == 0):
         return
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
-    i, key = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    i = tl.arange(0, CHUNK)
     token, mask = first + i, first + i < end
-    group = x + head // GROUP * KEY_DIM
-    k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
-    q = _load_keys(group + QUERY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
+    queries, keys = x + head // GROUP * KEY_DIM + QUERY_COLUMN, x + head // GROUP * KEY_DIM + KEY_COLUMN
     cell = (part.to(tl.int64) * HEADS + head) * CHUNK
     cells = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    a += token.to(tl.int64) * a_stride
     if BY_CHANNEL:
-        dt = _channel_time_steps(a, dt_bias + head * KEY_DIM, head * KEY_DIM, mask, min_dt, max_dt, KEY_DIM, KEYS)
-        log_decay = tl.where(mask[:, None], -rate * dt, 0)
-        tl.store(totals + (cell + i)[:, None] * KEYS + key[None, :], tl.cumsum(log_decay, 0))
-        product = tl.where(i[:, None] == i[None, :], tl.sum(q * k, 1)[:, None], 0)
+        beta = _beta(token, mask, head, b, b_stride, max_beta)
+        product, system = _products_by_channel(
+            queries, keys, a + head * KEY_DIM, dt_bias + head * KEY_DIM, totals + cell * KEYS, token, mask, x_stride,
+            a_stride, rate, min_dt, max_dt, eps, KEY_DIM, KEYS, CHUNK, PART, LEVELS, PRECISION,
+        )  # fmt: skip
     else:
-        x_dt = tl.load(a + head, mask=mask, other=0).to(tl.float32)
+        x_dt = tl.load(a + token.to(tl.int64) * a_stride + head, mask=mask, other=0).to(tl.float32)
         dt = _time_step(x_dt + tl.load(dt_bias + head).to(tl.float32), min_dt, max_dt)
+        beta = dt if b is None else _beta(token, mask, head, b, b_stride, max_beta)
         total = tl.cumsum(tl.where(mask, -rate * dt, 0), 0)
         tl.store(totals + cell + i, total)
-        is_past = i[:, None] >= i[None, :]
-        decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0))
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        tl.store(products + cells, tl.where(is_past, product * decay, 0))
-    beta = dt if b is None else _beta(token, mask, head, b, b_stride, max_beta)
+        product, system = _products_by_head(
+            queries, keys, token, mask, x_stride, total, eps, KEY_DIM, KEYS, DELTA, CHUNK, PART, PRECISION
+        )
     tl.store(betas + cell + i, beta)
+    tl.store(products + cells, product * scale)
     if DELTA:
-        if not BY_CHANNEL:
-            system = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-        inverse = (i[:, None] == i[None, :]).to(tl.float32)
-        for level in range(LEVELS):
-            block = i >> level
-            is_second = block % 2 == 1
-            joins = (block[:, None] == block[None, :] + 1) & is_second[:, None]
-            if BY_CHANNEL:
-                scaling = _decays_to_border(log_decay, i, block, is_second)
-                scaled = tl.trans(k * scaling)
-                product += tl.where(joins, tl.dot(q * scaling, scaled, input_precision=PRECISION), 0)
-                joined = tl.where(joins, beta[:, None] * tl.dot(k * scaling, scaled, input_precision=PRECISION), 0)
-            else:
-                joined = tl.where(joins, system, 0)
-            joining = tl.dot(joined, inverse, input_precision="tf32x3")
-            inverse -= tl.dot(inverse, joining, input_precision="tf32x3")
-        tl.store(inverses + cells, inverse)
-        if BY_CHANNEL:
-            tl.store(products + cells, product * scale)
+        tl.store(inverses + cells, _inverse(beta[:, None] * system, CHUNK, LEVELS))
+
+
+@ignore_comments
+@triton.jit
+def _decays_to_end(total):
+    """The decays from each token to the last one, and from the state to the last token; total [tokens, ...]."""
+    last = tl.min(total, 0)  # log(G) of the last token: log decays are not positive
+    return tl.exp(last - total), tl.exp(last)
+
+
+@ignore_comments
+@triton.jit
+def _store_zeros(results, start, end, value_mask, stride, CHUNK: tl.constexpr, VALUES: tl.constexpr):
+    """The outputs of the tokens [start, end), which are padding."""
+    for first in range(start, end, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        cells = results + token.to(tl.int64)[:, None] * stride
+        zeros = tl.zeros([CHUNK, VALUES], results.dtype.element_ty)
+        tl.store(cells, zeros, mask=(token < end)[:, None] & value_mask[None, :])
 
 
 @ignore_comments
@@ -234,11 +312,7 @@ def _scan_kernel(
     value_mask = value < VALUE_DIM
     results = out + head * VALUE_DIM + value[None, :]
     if length == 0:
-        for first in range(start, end, CHUNK):
-            token = first + i
-            cells = results + token.to(tl.int64)[:, None] * (HEADS * VALUE_DIM)
-            zeros = tl.zeros([CHUNK, VALUES], out.dtype.element_ty)
-            tl.store(cells, zeros, mask=(token < end)[:, None] & value_mask[None, :])
+        _store_zeros(results, start, end, value_mask, HEADS * VALUE_DIM, CHUNK, VALUES)
         return
     slot = tl.load(slots + sequence).to(tl.int64)
     matrix_cells = state + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
@@ -255,12 +329,10 @@ def _scan_kernel(
         beta = tl.load(betas + cell + i)
         if BY_CHANNEL:
             total = tl.load(totals + (cell + i)[:, None] * KEYS + key[None, :])
-            last = tl.min(total, 0)  # log(G) of the last token: log decays are not positive
-            remaining, last_grown = tl.exp(last[None, :] - total), tl.exp(last)[:, None]
         else:
             total = tl.load(totals + cell + i)
-            last = tl.min(total, 0)
-            remaining, last_grown, total = tl.exp(last - total)[:, None], tl.exp(last), total[:, None]
+            remaining, last_grown = _decays_to_end(total)
+            remaining, total = remaining[:, None], total[:, None]
         squares = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
         v_mask = mask[:, None] & value_mask[None, :]
         v = tl.load(values + token.to(tl.int64)[:, None] * x_stride, mask=v_mask, other=0).to(tl.float32)
@@ -274,6 +346,10 @@ def _scan_kernel(
             result += tl.load(d + head).to(tl.float32) * v
         cells = results + token.to(tl.int64)[:, None] * (HEADS * VALUE_DIM)
         tl.store(cells, result.to(out.dtype.element_ty), mask=v_mask)
+        if BY_CHANNEL:  # k is read again, because the registers do not suffice to keep it beside `total`
+            k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
+            remaining, last_grown = _decays_to_end(total)
+            last_grown = last_grown[:, None]
         k *= remaining
         matrix = last_grown * matrix + tl.dot(tl.trans(k), correction, input_precision=PRECISION)
         cell += HEADS * CHUNK

@@ -13,8 +13,7 @@ from tcdeploy.kernels.experts import grouping, matmul
 from tcdeploy.kernels.experts.tiles import DECODE_GEMM_TILES, PREFILL_GEMM_TILES, Tile, block_rows
 from tests.kernels.experts.expert_cases import DENSE, EXPERT_CASES, expert_tensors, scheme_of
 from tests.kernels.linear.scheme_cases import MAIN_CASES
-from tests.kernels.linear.test_scheme_kernel import spilled_bytes
-from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches
+from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches, spilled_bytes
 
 EXPERTS, TOP_K, N = 8, 2, 128
 TOKENS = {8: 10, 16: 20, 32: 80, 64: 100, 128: 800}  # that make blocks of this many rows

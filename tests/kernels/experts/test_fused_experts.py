@@ -23,8 +23,7 @@ from tests.kernels.experts.expert_cases import (
     scheme_of,
 )
 from tests.kernels.linear.matmul_cases import assert_agrees, assert_reads_only
-from tests.kernels.linear.test_scheme_kernel import spilled_bytes
-from tests.triton_tools import compile_for_hopper, record_launches, triton_interpreter
+from tests.triton_tools import compile_for_hopper, record_launches, spilled_bytes, triton_interpreter
 
 ROUTINGS = {
     "one pair": [[3]],

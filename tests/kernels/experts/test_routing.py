@@ -14,8 +14,7 @@ from tcdeploy.kernels.experts import routing
 from tcdeploy.kernels.experts.ops import top_k
 from tcdeploy.kernels.experts.routing import SOFTMAX_KINDS, is_supported, launch_top_k, plain_top_k
 from tests.kernels.linear.matmul_cases import assert_reads_only
-from tests.kernels.linear.test_scheme_kernel import spilled_bytes
-from tests.triton_tools import compile_for_hopper, record_launches, triton_interpreter
+from tests.triton_tools import compile_for_hopper, record_launches, spilled_bytes, triton_interpreter
 
 SHAPES = {
     "qwen3": (128, 8),

@@ -21,8 +21,14 @@ from tests.kernels.linear.matmul_cases import (
     pointers_used_before_wait,
 )
 from tests.kernels.linear.scheme_cases import CASES, FORMS, product, reference, run, weight_tensors
-from tests.kernels.linear.test_scheme_kernel import spilled_bytes
-from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, device, record_launches, triton_interpreter
+from tests.triton_tools import (
+    HOPPER_SHARED_BYTES,
+    compile_for_hopper,
+    device,
+    record_launches,
+    spilled_bytes,
+    triton_interpreter,
+)
 
 __all__ = ["device"]
 

@@ -28,8 +28,14 @@ from tests.kernels.linear.scheme_cases import (
     run,
     weight_tensors,
 )
-from tests.kernels.linear.test_scheme_kernel import spilled_bytes
-from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, device, record_launches, triton_interpreter
+from tests.triton_tools import (
+    HOPPER_SHARED_BYTES,
+    compile_for_hopper,
+    device,
+    record_launches,
+    spilled_bytes,
+    triton_interpreter,
+)
 
 __all__ = ["device"]
 

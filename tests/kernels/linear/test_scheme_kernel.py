@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-import triton.backends.nvidia
 
 from tcdeploy.kernels.linear import scheme_gemm, scheme_matmul
 from tcdeploy.kernels.linear.scheme_tiles import SCHEME_GEMM_TILES, SchemeGemmTile, Tile, skinny_gemm_tile
 from tests.kernels.linear.matmul_cases import pointers_used_before_wait
 from tests.kernels.linear.scheme_cases import CASES, each_main_case, product, run, weight_tensors
-from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches
+from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches, spilled_bytes
 
 
 def launch(case: str, rows: int, form: str) -> None:
     x, tensors, extras = product(case, rows, form, n=256, k=4096)
     run(case, x, tensors, extras)
-
-
-def spilled_bytes(ptx: str, folder: Path) -> int:
-    """Bytes that ptxas spills to local memory."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    ptxas = Path(triton.backends.nvidia.__path__[0]) / "bin" / "ptxas"
-    command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(source), "-o", str(folder / "kernel.cubin")]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = re.findall(r"(\d+) bytes spill", report)
-    assert spills, report
-    return sum(map(int, spills))
 
 
 @each_main_case

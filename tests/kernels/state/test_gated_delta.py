@@ -6,6 +6,7 @@ Each sequence is compared alone. KDA has a decay for each channel of the keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +28,14 @@ from tests.kernels.state.step_cases import (
     assert_slots_kept,
     fill_slots,
 )
-from tests.triton_tools import HOPPER_SHARED_BYTES, record_launches, shared_memory_on_hopper
+from tests.triton_tools import (
+    HOPPER_SHARED_BYTES,
+    Launch,
+    compile_for_hopper,
+    record_launches,
+    shared_memory_on_hopper,
+    spilled_bytes,
+)
 
 COMPUTE: dict[str, Any] = {"plain": recurrence.compute_plainly, "kernels": recurrence.launch}
 
@@ -99,6 +107,7 @@ def test_each_form_computes_each_sequence_alone(
     name: str, form: str, shape: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrence, "SCAN_VALUES", 16)  # several programs, and a partial one
+    monkeypatch.setattr(recurrence, "SOLVE_KEYS", 16)  # several parts of the keys, and a partial one
     case = CASES[name]
     inputs = make_tensors(case, SHAPES[shape], torch.float32, device)
     before = inputs[-1].clone()
@@ -169,12 +178,30 @@ def test_opcheck(name: str, shape: str) -> None:
     torch.library.opcheck(gated_delta.overload, (*inputs, *case.sequences("cpu")))
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, by_channel: bool) -> None:
-    """In float32. Programs of 16-bit models need less."""
-    tensors = make_tensors(CASES["mixed"], Shape(4, 2, 128, 128, by_channel), torch.float32, "cpu")
+def recorded(monkeypatch: pytest.MonkeyPatch, by_channel: bool, dtype: torch.dtype) -> list[Launch]:
+    """Launches of a step with prompts and rows, for heads of 128 columns."""
+    tensors = make_tensors(CASES["mixed"], Shape(4, 2, 128, 128, by_channel), dtype, "cpu")
     launches = record_launches(monkeypatch)
     recurrence.launch(make_inputs(*tensors), tensors[-1], CASES["mixed"].sequences("cpu"))
     assert len(launches) == 3
-    for launch in launches:
+    return launches
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, by_channel: bool) -> None:
+    """In float32. Programs of 16-bit models need less."""
+    for launch in recorded(monkeypatch, by_channel, torch.float32):
         assert shared_memory_on_hopper(launch) <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_programs_for_published_heads_spill_few_registers(
+    monkeypatch: pytest.MonkeyPatch, by_channel: bool, tmp_path: Path
+) -> None:
+    """Bytes per thread, stored and loaded. With all channels at once, KDA's solving kernel would spill 2,400."""
+    spilled = {}
+    for launch in recorded(monkeypatch, by_channel, torch.bfloat16):
+        ptx = compile_for_hopper(launch, runs_ptxas=False).asm["ptx"]
+        spilled[launch.kernel.fn.__name__] = spilled_bytes(ptx, tmp_path)
+    assert spilled["_step_kernel"] == 0 and spilled["_solve_kernel"] <= 100, spilled
+    assert spilled["_scan_kernel"] <= (400 if by_channel else 0), spilled
