@@ -132,11 +132,11 @@ def test_a_module_with_another_shape_of_decays_is_refused() -> None:
             probe_model(config, mechanisms=MECHANISMS.values())
 
 
-def test_a_config_with_which_transformers_cannot_compute_the_model_is_refused(tmp_path: Any, cache_dir: str) -> None:
+def test_a_config_with_which_transformers_cannot_compute_the_model_is_refused(tmp_path: Any) -> None:
     """Steps do not read the chunk size, so the reference of the parity check is the first to fail."""
     model = save_model("bamba", tmp_path / "model", mamba_chunk_size=0)
     with pytest.raises(UnsupportedModelError, match=r"ZeroDivisionError: .* \(modeling_bamba.py, line") as refusal:
-        deploy_traced(model, cache_dir)
+        deploy_traced(model, str(tmp_path / "cache"))
     assert model in refusal.value.message and "config.json" in (refusal.value.hint or "")
 
 
