@@ -25,6 +25,7 @@ _DELTA_NET = {
 }  # fmt: skip
 _MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_expand": 2,
+    "mamba_chunk_size": 64,  # of the reference only, whose time grows with it
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_SIZES, **_EXPERTS, **_DELTA_NET},
@@ -90,9 +91,13 @@ def answers(model: str, prompts: list[list[int]], tokens: int) -> list[list[int]
     return [list(answer) for answer in _answers(model, tuple(map(tuple, prompts)), tokens)]
 
 
+def load_reference(model: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
 @functools.cache
 def _answers(model: str, prompts: tuple[tuple[int, ...], ...], tokens: int) -> list[list[int]]:
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = load_reference(model)
     outputs = [
         reference.generate(
             torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -104,7 +109,7 @@ def _answers(model: str, prompts: tuple[tuple[int, ...], ...], tokens: int) -> l
 
 def prompt_logprobs(model: str, prompt: list[int]) -> list[float]:
     """Transformers' log-probability of each token of the prompt but the first."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = load_reference(model)
     with torch.no_grad():
         expected = reference(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
     chosen: list[float] = expected[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()

@@ -117,24 +117,36 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
 
 
 @pytest.mark.parametrize("num_requests", [50, pytest.param(80, marks=pytest.mark.long)])
-def test_random_traffic_with_mixed_steps_changes_no_token(cache_dir: str, num_requests: int) -> None:
+def test_random_traffic_with_mixed_steps_changes_no_token(
+    cache_dir: str, num_requests: int, reference_tiny: Any
+) -> None:
     engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     preemptions = engine.scheduler.preemptions
-    check_random_traffic(engine, num_requests)
+    check_random_traffic(engine, num_requests, reference=reference_tiny)
     assert engine.scheduler.preemptions > preemptions
 
 
-def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> None:
-    """Requests that arrive at random steps, some of which are aborted, get the tokens that they get alone."""
-    source, params = random.Random(seed), [SamplingParams(max_tokens=count) for count in (1, 6, 40)]
+def random_requests(source: random.Random, num_requests: int) -> list[tuple[list[int], SamplingParams]]:
+    params = [SamplingParams(max_tokens=count) for count in (1, 6, 40)]
     beginnings = [[source.randrange(3, 900) for _ in range(200)] for _ in range(4)]
     requests = []
     for _ in range(num_requests):
         shared = source.choice(beginnings)[: source.choice((0, 40, 150))]
         prompt = shared + [source.randrange(3, 900) for _ in range(source.choice((1, 7, 40, 120)))]
         requests.append((prompt, source.choice(params)))
+    return requests
+
+
+def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21, reference: Any = None) -> None:
+    """Requests that arrive at random steps, some of which are aborted, get the tokens that they get alone.
+
+    `reference`: the model of transformers in float32, one pass of which gives the greedy tokens of a request. Without
+    it, each request runs alone on the engine first.
+    """
+    source = random.Random(seed)
+    requests = random_requests(source, num_requests)
     engine.allocator.reset_prefix_cache()
-    alone = [generate_tokens(engine, [prompt], params)[0] for prompt, params in requests]
+    alone = [] if reference else [generate_tokens(engine, [prompt], params)[0] for prompt, params in requests]
     engine.allocator.reset_prefix_cache()
     mixed_steps, schedule = [], engine.scheduler.schedule
 
@@ -145,14 +157,13 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> N
         return step
 
     tokens_by_id: dict[int, list[int]] = {}
-    expected: dict[int, list[int]] = {}
     aborted: set[int] = set()
     engine.scheduler.schedule = noted_schedule  # type: ignore[method-assign]
     try:
         with measure_compiles() as serving:
-            for number, (prompt, request_params) in enumerate(requests):
-                request_id = engine.submit(prompt, request_params)
-                tokens_by_id[request_id], expected[request_id] = [], alone[number]
+            for prompt, params in requests:
+                request_id = engine.submit(prompt, params)
+                tokens_by_id[request_id] = []
                 for _ in range(source.choice((0, 0, 1, 3))):
                     for token in engine.step():
                         tokens_by_id[token.request_id].append(token.token_id)
@@ -162,12 +173,23 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> N
             drain(engine, tokens_by_id)
     finally:
         engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-    for request_id, tokens in tokens_by_id.items():
-        wanted = expected[request_id]
-        assert tokens == (wanted[: len(tokens)] if request_id in aborted else wanted)
+    for number, (request_id, tokens) in enumerate(tokens_by_id.items()):
+        prompt, params = requests[number]
+        assert request_id in aborted or len(tokens) == params.max_tokens
+        assert tokens == (next_tokens(reference, prompt, tokens) if reference else alone[number][: len(tokens)])
     assert serving.counts.compiles == 0
     assert len(mixed_steps) > num_requests // 4
     assert_idle(engine)
+
+
+def next_tokens(reference: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    """The greedy token after the prompt, and after each of the tokens but the last. They equal a greedy answer."""
+    if not tokens:
+        return []
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + tokens[:-1]]), use_cache=False, logits_to_keep=len(tokens)).logits
+    chosen: list[int] = logits[0].argmax(-1).tolist()
+    return chosen
 
 
 def test_preemption_changes_no_token(cache_dir: str, prompts: list[list[int]], answers: list[list[int]]) -> None:

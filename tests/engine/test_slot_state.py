@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tcdeploy.bench.engine_driver import prompt_logits
 from tcdeploy.engine.check.inputs import make_timing_batch
@@ -39,6 +38,7 @@ from tests.coverage.campaign import traced_only
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine.test_continuous_batching import SCARCE_BLOCKS, check_random_traffic
 from tests.engine_loop import generate_despite_failures, generate_tokens, new_tokens
+from tests.hybrid_models import load_reference
 from tests.machines import H100, LLAMA_8B, changed_environment, decisions_named, make_recipe
 from tests.running_sum import (
     HYBRID,
@@ -84,7 +84,7 @@ def answers(model: str, prompts: list[list[int]]) -> list[list[int]]:
 
 @functools.cache
 def _answers(model: str, prompts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = load_reference(model)
     outputs = [
         reference.generate(
             torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, use_cache=False, eos_token_id=None,
@@ -296,7 +296,7 @@ def test_random_traffic_with_preemption_and_aborts_changes_no_token(
     """Prompts share prefixes, which a context of 512 tokens does not reuse; test_snapshot_models.py tests reuse."""
     engine = deploy(models[name], cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     preempted = engine.scheduler.preemptions
-    check_random_traffic(engine, 60)
+    check_random_traffic(engine, 60, reference=load_reference(models[name]))
     assert engine.scheduler.preemptions > preempted, "the test needs preemptions"
     assert_idle(engine)
 
@@ -331,7 +331,7 @@ def test_log_probabilities_of_a_prompt_leave_its_state_as_it_was(
     params = SamplingParams(max_tokens=TOKENS, prompt_logprobs=0)
     received = new_tokens(deployment.engine, prompts[:4], params)
     assert [[token.token_id for token in tokens] for tokens in received] == answers(models["hybrid"], prompts[:4])
-    reference = AutoModelForCausalLM.from_pretrained(models["hybrid"], dtype=torch.float32).eval()
+    reference = load_reference(models["hybrid"])
     for prompt, tokens in zip(prompts, received, strict=False):
         with torch.no_grad():
             expected = reference(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
