@@ -47,7 +47,7 @@ TORCH_FREE = (
     "host.gc_policy", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
     "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "planning.schemes",
-    "planning.quantize_request",
+    "planning.quantize_request", "planning.gpu_description",
     "host.plain_progress",
     "host.progress", "host.stages",
     "start.planned", "start.prepare", "start.record.factors", "start.record.record",

@@ -29,6 +29,13 @@ def doctor(
         bool,
         typer.Option("--report", help="Also print text for a bug report, without secrets and names of users and hosts"),
     ] = False,
+    describe_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--describe-gpu",
+            help="Only print the description of the first GPU, for `warm --dry-run --target-gpu` on another machine",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check this machine, and print a cure for each finding. Exits with code 6 if there is a finding.
@@ -36,6 +43,12 @@ def doctor(
     The first line names the worst finding. Notes need no action. Nothing is changed, and no model is started. Packages
     are imported in a process of its own, so the checks work if torch is missing or broken.
     """
+    if describe_gpu:
+        from tcdeploy.planning.environment import detect_environment
+        from tcdeploy.planning.gpu_description import describe_first_gpu
+
+        print(describe_first_gpu(detect_environment()).to_json())
+        return
     from tcdeploy.doctor.examination import examine
     from tcdeploy.doctor.report import bug_report
     from tcdeploy.doctor.result import Request

@@ -19,6 +19,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to s
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the plan and what this machine lacks for it, and exit with 0")
 ]
+TargetGPU = Annotated[
+    str | None,
+    typer.Option(
+        "--target-gpu",
+        help="With --dry-run: plan for this GPU instead of the machine's own: h100, another known GPU, or a file of "
+        "`tcdeploy doctor --describe-gpu`",
+        metavar="NAME|FILE",
+    ),
+]
 Budget = Annotated[
     str | None,
     typer.Option(help="Exit with code 6 if the start took longer, imports included; for example 6s", metavar="SECONDS"),

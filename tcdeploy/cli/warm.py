@@ -11,12 +11,13 @@ import typer
 
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
-from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget, warn_if_busy
+from tcdeploy.cli.report_options import Budget, DryRun, Json, TargetGPU, enforce_budget, parse_budget, warn_if_busy
 from tcdeploy.errors import CompileError, IntegrityError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.host.progress import Progress
+    from tcdeploy.planning.gpu_description import GPUDescription
     from tcdeploy.start.deployment import StartReport
     from tcdeploy.start.package_build import PackageResult
 
@@ -36,6 +37,7 @@ SigningKey = Annotated[
 def warm(
     recipe: Recipe,
     dry_run: DryRun = False,
+    target_gpu: TargetGPU = None,
     missed_shapes: MissedShapes = None,
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with code 6 if a bucket had to compile")
@@ -59,21 +61,24 @@ def warm(
 
     if dry_run and (require_hit or budget or cache_from or cache_to):
         raise UsageError("--dry-run excludes --require-hit, --budget, --cache-from and --cache-to", "remove --dry-run")
+    if target_gpu is not None and not dry_run:
+        raise UsageError("--target-gpu needs --dry-run", "add --dry-run, or warm on a machine with that GPU")
     if key is not None and cache_to is None:
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
     cache = cache_source(cache_from, allow_unsigned, allow_rollback)
     budget_seconds, fetch_seconds = parse_budget(budget), 0.0
     if recipe.tune_seconds and not dry_run:
         warn_if_busy()
+    target = _target(target_gpu)
     with display.show_progress() as progress:
         if missed_shapes is not None:
-            recipe = _with_missed_shapes(recipe, missed_shapes, dry_run)
+            recipe = _with_missed_shapes(recipe, missed_shapes, dry_run, target)
         if cache is not None:
             fetch_seconds = fetch_cache(recipe, cache, trusted_keys, progress)
         if dry_run:
             from tcdeploy.start.decide import decide
 
-            planned = decide(recipe, is_dry_run=True, jit_reason="packages are built afterwards")
+            planned = decide(recipe, is_dry_run=True, jit_reason="packages are built afterwards", target=target)
         else:
             is_packed = cache_to is not None
             report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit, is_packed=is_packed)
@@ -160,11 +165,17 @@ def filled_plans(report: StartReport, packages: PackageResult | None) -> list[st
     return [report.plan.key, *([packages.plan_key] if packages is not None and has_packages else [])]
 
 
-def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
+def _target(name_or_file: str | None) -> GPUDescription | None:
+    from tcdeploy.planning.gpu_description import read_gpu_description
+
+    return None if name_or_file is None else read_gpu_description(name_or_file)
+
+
+def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool, target: GPUDescription | None) -> Recipe:
     from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
     from tcdeploy.start.decide import decide
 
-    plan = decide(recipe, is_dry_run=dry_run, needs_weights=False).plan
+    plan = decide(recipe, is_dry_run=dry_run, needs_weights=False, target=target).plan
     return with_missed_shapes(recipe, plan, read_missed_shapes(path))
 
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -48,6 +49,7 @@ from tcdeploy.planning.backends import FP8_KV
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.gpu_description import GPUDescription, with_target_gpu
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.quantize_request import parse_quantize
@@ -69,17 +71,17 @@ NO_COMPILER = PlanFinding(
 
 def decide(
     recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = False, jit_reason: str = "",
-    policy: SigningPolicy | None = None, needs_weights: bool = True,
+    policy: SigningPolicy | None = None, needs_weights: bool = True, target: GPUDescription | None = None,
 ) -> PlannedModel:  # fmt: skip
     """Decide everything before the weights are loaded. Of those on disk, only headers of safetensors files are read.
 
     `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
     report what this machine lacks in `findings` instead of raising an error. `jit_reason`, `policy`: for `--programs
-    auto` (start/auto_programs.py). `needs_weights`: trace them. Raises ModelError with all reasons if the model cannot
-    be served; tensors that do not fit the config are reported alone, if the rest could be planned.
+    auto` (start/auto_programs.py). `needs_weights`: trace them. `target`: plan for this GPU, not for the machine's own.
+    Raises ModelError with all reasons if the model cannot be served; tensors that do not fit the config are reported
+    alone, if the rest could be planned.
     """
-    environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
-    environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
+    environment = _detect_environment(recipe, target)
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
@@ -88,7 +90,14 @@ def decide(
     quantised = _decide_schemes(recipe, environment, model, is_dry_run)
     config, architecture, findings = model.config, quantised.architecture, quantised.findings
     scale_decisions = _explain_kv_scales(recipe, model)
-    decisions = (*decisions, *dtype_decisions, *requested_decisions, *scale_decisions, *quantised.decisions)
+    decisions = (
+        *_explain_target(target),
+        *decisions,
+        *dtype_decisions,
+        *requested_decisions,
+        *scale_decisions,
+        *quantised.decisions,
+    )
     if is_dry_run:
         plan, recipe, environment, found = plan_with_findings(recipe, environment, architecture, decisions)
         findings += found
@@ -105,6 +114,26 @@ def decide(
     if not needs_weights or recipe.load_format == "dummy" or is_quantised(config):
         return planned
     return _with_traced_weights(planned)
+
+
+def _detect_environment(recipe: Recipe, target: GPUDescription | None) -> Environment:
+    """This machine, with the GPU `target` instead of its own. Raises UsageError if there can be no such machine."""
+    environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
+    environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
+    if target is None:
+        return environment
+    if recipe.device == "cpu":
+        raise UsageError("--target-gpu excludes --device cpu", "remove one of them")
+    return with_target_gpu(environment, target, torch.version.cuda or "")
+
+
+def _explain_target(target: GPUDescription | None) -> tuple[Decision, ...]:
+    if target is None:
+        return ()
+    reason = "requested; other GPUs with this name may have more or less memory"
+    if torch.version.cuda is None:
+        reason = f"requested; planned as for torch with CUDA {target.cuda}, because this torch is built for CPUs"
+    return (Decision("target GPU", target.name, reason),)
 
 
 class RequestedModel(NamedTuple):

@@ -1,0 +1,61 @@
+"""`warm --dry-run --target-gpu`: the plan for a GPU that this machine does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.planning.gpu_description import read_gpu_description
+from tests.conftest import TINY, RunCLI
+from tests.fork_server import HAS_GPU
+
+
+def test_a_model_is_planned_for_a_gpu_that_the_machine_does_not_have(run_cli: RunCLI) -> None:
+    done = run_cli("warm", TINY, "--dry-run", "--target-gpu", "h100", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0 and document["findings"] == []
+    plan = document["plan"]
+    assert plan["device"] == "cuda" and plan["is_hopper"] and plan["graphs"] == "step"
+    [target] = [decision for decision in plan["decisions"] if decision["name"] == "target GPU"]
+    assert target["value"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_memory_that_the_target_lacks_is_a_finding(run_cli: RunCLI, tmp_path: Path) -> None:
+    small = dataclasses.replace(read_gpu_description("l4"), memory_bytes=1 << 30)
+    (tmp_path / "small.json").write_text(small.to_json())
+    done = run_cli("warm", TINY, "--dry-run", "--target-gpu", str(tmp_path / "small.json"), "--json")
+    [finding] = json.loads(done.stdout)["findings"]
+    assert finding["name"] == "memory" and finding["available_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--target-gpu", "h100"), "--target-gpu needs --dry-run"),
+        (("--dry-run", "--target-gpu", "h1000"), "no GPU is called 'h1000'"),
+        (("--dry-run", "--target-gpu", "h100", "--device", "cpu"), "--target-gpu excludes --device cpu"),
+    ],
+)
+def test_a_target_that_cannot_be_planned_is_refused(run_cli: RunCLI, flags: tuple[str, ...], message: str) -> None:
+    done = run_cli("warm", TINY, *flags)
+    assert (done.returncode, done.stdout) == (2, "") and f"error: {message}" in done.stderr
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_a_machine_without_a_gpu_describes_none(run_cli: RunCLI) -> None:
+    done = run_cli("doctor", "--describe-gpu")
+    assert (done.returncode, done.stdout) == (2, "") and "error: torch sees no GPU" in done.stderr
+
+
+@pytest.mark.gpu
+def test_the_plan_for_the_described_gpu_is_that_of_its_machine(run_cli: RunCLI, tmp_path: Path) -> None:
+    description = tmp_path / "gpu.json"
+    description.write_text(run_cli("doctor", "--describe-gpu").stdout)
+    plans = [
+        json.loads(run_cli("warm", TINY, "--dry-run", "--json", *flags).stdout)["plan"]
+        for flags in ((), ("--target-gpu", str(description)))
+    ]
+    assert plans[0]["key"] == plans[1]["key"] and plans[0]["kv_blocks"] == plans[1]["kv_blocks"]
