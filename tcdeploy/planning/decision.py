@@ -92,7 +92,7 @@ def _decide_device(recipe: Recipe, environment: Environment, decisions: Decision
     if recipe.device == "cuda" and not environment.gpus:
         message = "device cuda was requested, but torch sees no GPU"
         raise UsageError(message, "remove --device cuda, or pass --device cpu")
-    reason = f"{environment.gpu} is present" if environment.gpus else "torch sees no GPU"
+    reason = f"the GPU is {environment.gpu}" if environment.gpus else "torch sees no GPU"
     if recipe.device:
         reason = "requested"
     device: Device = recipe.device or ("cuda" if environment.gpus else "cpu")

@@ -251,7 +251,7 @@ def test_a_plan_depends_on_its_arguments_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_default_device_is_the_gpu_if_present() -> None:
-    assert decision_named(plan_for(), "device").reason == "NVIDIA H100 80GB HBM3 is present"
+    assert decision_named(plan_for(), "device").reason == "the GPU is NVIDIA H100 80GB HBM3"
     assert decision_named(plan_for(LAPTOP), "device").reason == "torch sees no GPU"
 
 
@@ -955,7 +955,7 @@ def test_one_rank_does_not_enter_the_key_and_several_do() -> None:
 def test_further_gpus_are_named_in_the_device_decision() -> None:
     [gpu] = H100.gpus
     reason = decision_named(plan_for(replace(H100, gpus=(gpu, gpu))), "device").reason
-    assert reason == "NVIDIA H100 80GB HBM3 is present; GPU 0 of 2 x NVIDIA H100 80GB HBM3"
+    assert reason == "the GPU is NVIDIA H100 80GB HBM3; GPU 0 of 2 x NVIDIA H100 80GB HBM3"
     mixed = replace(H100, gpus=(gpu, replace(gpu, name="NVIDIA A100")))
     assert "GPU 1: NVIDIA A100 (80 GiB" in decision_named(plan_for(mixed), "device").reason
 
