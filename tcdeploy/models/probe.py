@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
+from tcdeploy.models.convert.attention_interface import with_interface
 from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.convert.scheme_experts import stacked_weights
 from tcdeploy.models.convert.scheme_weight import SchemeWeight
@@ -259,12 +260,16 @@ def _build(config: PreTrainedConfig, trust_remote_code: bool) -> nn.Module:
         explaining_failures(config.model_type, PROBE_ATTN_IMPLEMENTATION),
         contextlib.nullcontext() if trust_remote_code else no_init_weights(),
     ):
-        model: Any = chosen_class.from_config(  # a copy: transformers stores attn_implementation in it
-            copy.deepcopy(config),
-            dtype=PROBE_DTYPE,
-            attn_implementation=PROBE_ATTN_IMPLEMENTATION,
-            trust_remote_code=trust_remote_code,
-        ).eval()
+
+        def build(implementation: str) -> Any:
+            return chosen_class.from_config(  # a copy: transformers stores attn_implementation in it
+                copy.deepcopy(config),
+                dtype=PROBE_DTYPE,
+                attn_implementation=implementation,
+                trust_remote_code=trust_remote_code,
+            )
+
+        model: Any = with_interface(known_class, PROBE_ATTN_IMPLEMENTATION, build).eval()
         model.tie_weights()  # otherwise done by the initialisation
         freeze_rope(model)
     return model  # type: ignore[no-any-return]

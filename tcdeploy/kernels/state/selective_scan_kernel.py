@@ -44,9 +44,10 @@ def _selective_scan_kernel(
     mask = of_head < HEAD_CHANNELS
     channel = head * HEAD_CHANNELS + of_head
     if length == 0:
-        for token in range(start, end):
+        for index in range(start, end):
+            token = tl.full([1], index, tl.int64)
             zeros = tl.zeros([CHANNELS], out.dtype.element_ty)
-            tl.store(out + token.to(tl.int64) * ALL_CHANNELS + channel, zeros, mask=mask)
+            tl.store(out + token * ALL_CHANNELS + channel, zeros, mask=mask)
         return
     element = tl.arange(0, STATES)
     element_mask = element < STATE_SIZE
@@ -59,7 +60,7 @@ def _selective_scan_kernel(
     skip = tl.load(d + channel, mask=mask, other=0).to(tl.float32)
     group = head * STATE_SIZE + element
     for index in range(start, end):
-        token = index.to(tl.int64)
+        token = tl.full([1], index, tl.int64)
         value = tl.load(x + token * x_stride + channel, mask=mask, other=0).to(tl.float32)
         step = tl.load(dt + token * dt_stride + channel, mask=mask, other=0).to(tl.float32)
         key = tl.load(b + token * b_stride + group, mask=element_mask, other=0).to(tl.float32)
