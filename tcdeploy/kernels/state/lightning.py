@@ -42,7 +42,7 @@ class LightningMechanism(Mechanism):
         qkv = module.act_fn(module.qkv_proj(hidden_states))[0].unflatten(-1, (heads, 3, -1))
         vkq = qkv.flip(2).transpose(1, 2).flatten(1)  # [tokens, 3 * heads * head_dim]
         zeros = vkq.new_zeros(heads)
-        a_log, dt = module.slope_rate.flatten().log(), zeros.expand(len(vkq), heads)
+        a_log, dt = module.slope_rate.float().flatten().log(), zeros.expand(len(vkq), heads)
         out = mamba2(vkq, dt, a_log, zeros, zeros, TIME_STEP, TIME_STEP, kv, *sequences_of(metadata))
         gate = torch.sigmoid(module.output_gate(hidden_states))
         return module.out_proj(gate * module.norm(out.flatten(1)[None])), None
