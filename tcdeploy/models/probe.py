@@ -111,7 +111,7 @@ def _probe(
     with refusals.collecting():
         check_layers(config, slot_recorder.layer_types)
     model, layer_states = _record_layers(config, trust_remote_code, slot_recorder, positions, linear_recorder, refusals)
-    if positions.counts_tokens:
+    if positions.counts_tokens or (model is not None and _numbers_tokens(model)):
         problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
         refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
     context = getattr(text_config, "max_position_embeddings", None) or 0
@@ -196,6 +196,14 @@ def _record_layers(
             slot_recorder.remove(model)
         del ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION]
     return model, ()
+
+
+def _numbers_tokens(model: nn.Module) -> bool:
+    """Whether an embedding numbers the tokens beside the padding, from padding_idx + 1 on, unless it gets positions.
+
+    Kosmos-2.5 generates without position_ids, so positions from 0 on give other logits than transformers' `generate`.
+    """
+    return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
 
 
 def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> int:

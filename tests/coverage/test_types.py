@@ -53,6 +53,7 @@ TEXT_ONLY = {
 }
 REFUSED = {
     "bart": "computes token positions of its own",
+    "kosmos-2.5": "computes token positions of its own",
     "llama4_text": "layers of type chunked_attention",
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock is not supported",
     "bitnet": "quantised with bitnet",
