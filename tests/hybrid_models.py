@@ -65,6 +65,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {
         **_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
     },
+    "mamba": {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 12, "time_step_rank": 6,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    },
+    "falcon_mamba": {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 12, "time_step_rank": 6,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    },
+    "jamba": {
+        **_SIZES, "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "mamba_d_state": 12, "mamba_dt_rank": 6,
+    },
+    "zamba": {
+        **_SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 12,
+        "mamba_dt_rank": 6, "num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
+    },
+    "minimax": {
+        **_SIZES, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "lfm2": {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": 3,
              "block_auto_adjust_ff_dim": False},
 }  # fmt: skip

@@ -46,6 +46,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "linear_attention"),
     "bloom": ({"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls"),
     "falcon": (
+        {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+        "never calls",
+    ),
+    "doge": (
         {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         "does not look its attention up",
     ),

@@ -88,8 +88,11 @@ def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
     return getattr(config.get_text_config(), "layer_types", None) or ()
 
 
-def _type_error(name: str, types: Iterable[str]) -> UnsupportedArchitectureError:
+def _type_error(name: str, types: Iterable[str], classes: Iterable[str] = ()) -> UnsupportedArchitectureError:
+    """`classes`: of the modules that no mechanism computes, if the model has been built."""
     message = f"{name} has layers of type {', '.join(sorted({*types}))}, which a KV cache cannot serve"
+    if classes:
+        message += f", and {', '.join(sorted({*classes}))} is not supported"
     return UnsupportedArchitectureError(message)
 
 
@@ -175,8 +178,10 @@ def _check_each_layer(
     kinds = [(decoder_layer_position(model, path), kind) for path, kind in {(s.path, type(s)) for s in states}]
     layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
     with_slots = {layer for (_, layer), kind in kinds if kind is SlotState}
-    if unclaimed := [of_mechanisms[layer] for layer in layers & of_mechanisms.keys() - with_slots]:
-        raise _type_error(name, unclaimed)
+    if unclaimed := layers & of_mechanisms.keys() - with_slots:
+        modules = [model.get_submodule(f"{stack_path}.{layer}") for layer in unclaimed]
+        classes = [type(module.get_submodule(_first_block(module))).__name__ for module in modules]
+        raise _type_error(name, [of_mechanisms[layer] for layer in unclaimed], classes)
     positions = {position for position, _ in kinds}
     if missing := sorted(layer for layer in layers if (stack_path, layer) not in positions):
         raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.models.auto_classes import auto_class
+from tcdeploy.models.auto_classes import auto_class, model_class
+from tcdeploy.models.convert.attention_interface import with_interface
 from tcdeploy.models.convert.quantise_model import (
     QuantisableWeight,
     quantisable_weights,
@@ -50,10 +51,15 @@ def dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) 
     """
     dtype = getattr(torch, plan.weight_dtype)
     torch.manual_seed(DUMMY_SEED)
-    with torch.device(plan.device), _matrices_on_meta():
+
+    def build(implementation: str) -> PreTrainedModel:
         model: PreTrainedModel = auto_class(config, plan.trust_remote_code).from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
+            config, dtype=dtype, attn_implementation=implementation, trust_remote_code=plan.trust_remote_code
         )
+        return model
+
+    with torch.device(plan.device), _matrices_on_meta():
+        model: PreTrainedModel = with_interface(model_class(config, plan.trust_remote_code), attn_implementation, build)
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name in float32_tensors(model, dtype):
         tensors[name].data = tensors[name].data.float()

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.models.auto_classes import auto_class, model_class
+from tcdeploy.models.convert.attention_interface import with_interface
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.models.weights.checkpoint import check_loading_report
@@ -66,17 +67,22 @@ def _load(
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.weight_dtype)
-    model, report = loader_class.from_pretrained(
-        path,
-        config=config,
-        revision=plan.revision,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=plan.trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
-        generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
-        **options,
-    )
-    check_loading_report(plan.model, model, report)
-    return model  # type: ignore[no-any-return]
+
+    def build(implementation: str) -> PreTrainedModel:
+        model, report = loader_class.from_pretrained(
+            path,
+            config=config,
+            revision=plan.revision,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=plan.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
+            generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
+            **options,
+        )
+        check_loading_report(plan.model, model, report)
+        return model  # type: ignore[no-any-return]
+
+    model: PreTrainedModel = with_interface(model_class(config, plan.trust_remote_code), attn_implementation, build)
+    return model

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
+from tcdeploy.models.convert.attention_interface import with_interface
 from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.convert.scheme_experts import stacked_weights
 from tcdeploy.models.convert.scheme_weight import SchemeWeight
@@ -110,7 +111,7 @@ def _probe(
     with refusals.collecting():
         check_layers(config, slot_recorder.layer_types)
     model, layer_states = _record_layers(config, trust_remote_code, slot_recorder, positions, linear_recorder, refusals)
-    if positions.counts_tokens:
+    if positions.counts_tokens or (model is not None and _numbers_tokens(model)):
         problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
         refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
     context = getattr(text_config, "max_position_embeddings", None) or 0
@@ -197,6 +198,14 @@ def _record_layers(
     return model, ()
 
 
+def _numbers_tokens(model: nn.Module) -> bool:
+    """Whether an embedding numbers the tokens beside the padding, from padding_idx + 1 on, unless it gets positions.
+
+    Kosmos-2.5 generates without position_ids, so positions from 0 on give other logits than transformers' `generate`.
+    """
+    return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+
+
 def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> int:
     """Peak number of live elements per token in a layer.
 
@@ -259,12 +268,16 @@ def _build(config: PreTrainedConfig, trust_remote_code: bool) -> nn.Module:
         explaining_failures(config.model_type, PROBE_ATTN_IMPLEMENTATION),
         contextlib.nullcontext() if trust_remote_code else no_init_weights(),
     ):
-        model: Any = chosen_class.from_config(  # a copy: transformers stores attn_implementation in it
-            copy.deepcopy(config),
-            dtype=PROBE_DTYPE,
-            attn_implementation=PROBE_ATTN_IMPLEMENTATION,
-            trust_remote_code=trust_remote_code,
-        ).eval()
+
+        def build(implementation: str) -> Any:
+            return chosen_class.from_config(  # a copy: transformers stores attn_implementation in it
+                copy.deepcopy(config),
+                dtype=PROBE_DTYPE,
+                attn_implementation=implementation,
+                trust_remote_code=trust_remote_code,
+            )
+
+        model: Any = with_interface(known_class, PROBE_ATTN_IMPLEMENTATION, build).eval()
         model.tie_weights()  # otherwise done by the initialisation
         freeze_rope(model)
     return model  # type: ignore[no-any-return]

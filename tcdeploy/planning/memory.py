@@ -284,5 +284,9 @@ def _describe_memory(inputs: PlanInputs) -> str:
 
 
 def gib(size_bytes: int) -> str:
-    """`1.50 GiB`, or MiB below one GiB."""
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+    """`1.50 GiB`, MiB below one GiB, KiB below one MiB, or bytes below one KiB."""
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    if size_bytes >= 2**20:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / 2**10:.1f} KiB" if size_bytes >= 2**10 else f"{size_bytes} bytes"

@@ -190,7 +190,7 @@ class _StepExport:
             named_weights = dict(zip(tensors, weights, strict=True))
             with bound_state(layer.bindings, state, step):
                 output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
-            if isinstance(output, tuple) and all(item is None for item in output[1:]):
+            if isinstance(output, tuple | list) and all(item is None for item in output[1:]):
                 output = output[0]
             if not isinstance(output, Tensor):
                 raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tcdeploy.kernels.attention.metadata import Step
@@ -37,7 +38,7 @@ class TracedLayer(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns: a tensor, or a tuple whose first item is a tensor."""
+    """What a layer returns: a tensor, or a tuple or list whose first item is a tensor."""
 
     tuple_length: int = 0  # 0: a tensor
     dtype: str = ""  # of the tensor; "": that of the layer's input
@@ -50,7 +51,8 @@ class _AllKindsReturned(Exception):  # noqa: N818 - it ends a forward pass early
 def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs) -> list[LayerOutput]:
     """What each layer returns, found by a forward pass on fake tensors until a layer of each kind has returned.
 
-    The layers of Bamba and Falcon-H1 return tuples. Those of Mamba-2 return float32 whatever the model's dtype.
+    The layers of Bamba and Falcon-H1 return tuples, those of OpenAI GPT lists. Those of Mamba-2 return float32 whatever
+    the model's dtype.
     """
     all_kinds = [layer.kind for layer in layers]
     kinds = [all_kinds.index(kind) for kind in all_kinds]
@@ -60,7 +62,7 @@ def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepIn
         layer = layers[index]
         with bound_state(layer.bindings, [*layer.named_state.values()], inputs.step):
             output = layer.module.forward(*args, **kwargs)
-        is_tuple = isinstance(output, tuple)
+        is_tuple = isinstance(output, tuple | list)
         dtype = dtype_name((output[0] if is_tuple else output).dtype)
         outputs[kinds[index]] = LayerOutput(len(output) if is_tuple else 0, dtype)
         if len(outputs) == len(set(kinds)):
@@ -70,7 +72,8 @@ def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepIn
     given = step_tensors(inputs)
     try:
         with replace_layers(layers, run_layer), fake_tensors():
-            model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
+            ids = torch.empty_like(given["input_ids"])  # fake: transformers looks for padding in others
+            model(input_ids=ids, position_ids=given["position_ids"], use_cache=False)
     except _AllKindsReturned:
         pass
     except Exception:  # the export runs the same code, and reports what fails

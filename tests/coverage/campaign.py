@@ -1,9 +1,9 @@
-"""Starts a small random model of every type that transformers loads as a text generator, and compares its tokens.
+"""Starts a small random model of every type that transformers loads as a text generator, and compares its answers.
 
 Each model is saved as safetensors and started by `prepare` in float32, as a user would. Then a batch of unequal
-prompts, one longer than the largest bucket, is continued by 24 greedy tokens, and compared with transformers'
-`generate` on the same files. A type that passes is also started from ahead-of-time packages, whose exported programs
-are not compiled. scripts/coverage runs all types, and writes the table of docs/models.md.
+prompts, one longer than the largest bucket, is continued by 24 greedy and by 24 sampled tokens (comparison.py). A type
+that passes is also started from ahead-of-time packages, whose exported programs are not compiled. scripts/coverage runs
+all types, and writes the table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch._dynamo import lookup_backend
 from torch.fx import GraphModule
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
@@ -35,25 +34,21 @@ from tcdeploy.start import packages
 from tcdeploy.start.deployment import release_memory
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
+from tests.coverage.comparison import Reference, answer
 from tests.coverage.small_configs import small_config
-from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
 from tests.parity.campaign import RECENT_OBJECTS
 
-NEW_TOKENS = 24
 BUCKETS = {"buckets": (32,), "batch_sizes": (4,)}
-PROMPTS = [
-    [(7 * position + 11 * row) % 230 + 3 for position in range(length)] for row, length in enumerate((70, 5, 19))
-]
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """verdict: "served", "served as text only", "refused", "wrong" (other tokens), "error", or "no small config".
+    """verdict: "served", "served as text only", "refused", "wrong" (other answers), "error", or "no small config".
 
     reason: of the refusal, or the last lines of the traceback. programs: of the buckets; 0 if uncompiled. packages:
-    "started" if the type was served from packages alone, with the same tokens; otherwise what happened, or "" if it was
-    not tried.
+    "started" if the type was served from packages alone, with right answers; otherwise what happened, or "" if it was
+    not tried. difference: the largest of a log-probability from transformers' in these starts; 0 if none was compared.
     """
 
     model_type: str
@@ -62,6 +57,7 @@ class Result:
     programs: int = 0
     seconds: float = 0.0
     packages: str = ""
+    difference: float = 0.0
 
 
 def model_types() -> list[str]:
@@ -74,7 +70,7 @@ def model_types() -> list[str]:
 def check_type(
     model_type: str, cache_dir: str, compiles: bool = True, dtype: str = "float32", with_packages: bool = False
 ) -> Result:
-    """Start a small model of the type. In float32 also compare its tokens; other dtypes may round to other tokens."""
+    """Start a small model of the type. In float32 also compare its answers; other dtypes may round to other tokens."""
     start = time.perf_counter()
     result = _check_type(model_type, cache_dir, compiles, dtype, with_packages)
     return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
@@ -92,8 +88,9 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str, wit
             save_model(config, Path(folder))
             recipe = {"model": folder, "dtype": dtype, "cache_dir": cache_dir, **BUCKETS}
             deployment = prepare(build_recipe(recipe, environ={}))
-            ours = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
-            theirs = generate(config, folder) if dtype == "float32" else ours
+            reference = Reference(config, folder) if dtype == "float32" else None
+            answers = answer(deployment.engine)
+            problem = reference.compare(answers) if reference else ""
         except ModelError as error:
             return Result(model_type, "refused", error.message.replace(folder, model_type))
         except TcdeployError as error:
@@ -102,12 +99,12 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str, wit
             return Result(model_type, "error", "".join(traceback.format_exc().splitlines(keepends=True)[-3:]))
         programs = sum(record.programs for record in deployment.records)
         verdict = "served as text only" if _is_text_only(deployment) else "served"
-        if ours != theirs:
-            return Result(model_type, "wrong", f"{ours} instead of {theirs}", programs)
         del deployment
-        own_cache = {**recipe, "cache_dir": f"{folder}/cache"}
-        packaged = start_from_packages(own_cache, theirs, compiles) if with_packages and dtype == "float32" else ""
-    return Result(model_type, verdict, "", programs, packages=packaged)
+        packaged = ""
+        if with_packages and reference and not problem:
+            packaged = start_from_packages({**recipe, "cache_dir": f"{folder}/cache"}, reference, compiles)
+    difference = reference.difference if reference else 0.0
+    return Result(model_type, "wrong" if problem else verdict, problem, programs, 0.0, packaged, difference)
 
 
 def _free_memory(compiles: bool) -> None:
@@ -119,7 +116,7 @@ def _free_memory(compiles: bool) -> None:
         gc.collect(RECENT_OBJECTS)
 
 
-def start_from_packages(recipe: dict[str, Any], expected: list[list[int]], compiles: bool) -> str:
+def start_from_packages(recipe: dict[str, Any], reference: Reference, compiles: bool) -> str:
     """Make the packages of a model, and start from them alone. Returns "started", or what went wrong."""
     request = StartRequest(build_recipe({**recipe, "programs": "aot"}, environ={}))
     _free_memory(compiles)
@@ -130,10 +127,9 @@ def start_from_packages(recipe: dict[str, Any], expected: list[list[int]], compi
             deployment = packages.start_from_packages(request)
             if deployment is None or deployment.engine.runner.has_model:
                 return "the model's code was needed"
-            tokens = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
+            return reference.compare(answer(deployment.engine)) or "started"
         except Exception as error:
             return _last_line(error)
-    return "started" if tokens == expected else f"{tokens} instead of {expected}"
 
 
 def _is_text_only(deployment: Any) -> bool:
@@ -186,25 +182,6 @@ def save_model(config: Any, folder: Path) -> None:
         model.save_pretrained(folder)
     except Exception:  # for `prepare` to report
         config.save_pretrained(folder)
-
-
-def generate(config: Any, folder: str) -> list[list[int]]:
-    """The greedy tokens of transformers' `generate` for each prompt. End-of-sequence tokens do not stop it."""
-    model = (
-        auto_class(config, trust_remote_code=False)
-        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        .eval()
-    )
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                eos_token_id=-1, pad_token_id=0,
-            )  # fmt: skip
-        answers.append(output[0].tolist()[-NEW_TOKENS:])
-    return answers
 
 
 def _last_line(error: BaseException) -> str:

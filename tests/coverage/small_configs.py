@@ -71,6 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": HEAD_DIM},
     "dots3_note_text": {"head_dim": 24}, "dots3_note": {"text_config.head_dim": 24, **_ADAPTERS},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["linear_attention", "full_attention"] * 2},
     "kimi_linear": {"linear_num_heads": HEADS, "linear_head_dim": HEAD_DIM},

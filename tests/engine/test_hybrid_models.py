@@ -1,4 +1,4 @@
-"""Models with gated delta nets, Mamba-2 mixers and short convolutions, from the probe to tokens.
+"""Models with recurrent layers and short convolutions, from the probe to tokens.
 
 Requests get the tokens of transformers' `generate`, whatever else is in the batch. Programs are traced by Dynamo, and
 compiled by Inductor only with scripts/test --long.
@@ -37,8 +37,11 @@ BUCKET = 64
 BORDERS = (2, 63, 64, 65, 66, 129)  # tokens: the last chunk has 1, 2, 63 or 64 of them
 LONG_PROMPT = 4096
 # By default, one family with each set of mechanisms; others with scripts/test --long.
-QUICK = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1", "lfm2")
-QUICK_TRAFFIC = ("qwen3_5_text", "kimi_linear", "bamba", "falcon_h1", "lfm2")
+QUICK = (
+    "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1", "jamba", "minimax",
+    "lfm2",
+)  # fmt: skip
+QUICK_TRAFFIC = ("qwen3_5_text", "kimi_linear", "bamba", "falcon_h1", "jamba", "lfm2")
 # One bucket of each phase: qwen3_5_text and bamba have the same mechanisms, and two of each.
 ONE_BUCKET = ("qwen3_next", "olmo_hybrid", "nemotron_h")
 

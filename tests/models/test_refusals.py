@@ -45,9 +45,10 @@ def refusal(folder: str | Path, **fields: Any) -> ModelError:
 
 
 def test_a_quantised_recurrent_model_is_refused_and_no_unquantised_original_is_suggested(tmp_path: Path) -> None:
-    folder = save_config("mamba", tmp_path, quantization_config=AQLM)
-    error = refusal(folder)
-    assert error.message.startswith(f"{folder} cannot be served, for 3 reasons:")
+    small_config("recurrent_gemma").save_pretrained(tmp_path)
+    change_config(tmp_path, quantization_config=AQLM)
+    error = refusal(tmp_path)
+    assert error.message.startswith(f"{tmp_path} cannot be served, for 3 reasons:")
     assert "is quantised with aqlm" in error.message and "layers of type linear_attention" in error.message
     assert error.hint == ARCHITECTURE_HINT and "bfloat16" not in error.hint
 

@@ -12,15 +12,15 @@ import pytest
 from torch import Tensor
 
 from tcdeploy.errors import CompileError
-from tcdeploy.kernels.state import causal_conv, recurrence
+from tcdeploy.kernels.state import causal_conv, recurrence, selective_scan
 from tcdeploy.kernels.state.recurrence import Inputs
 from tcdeploy.kernels.state.sequences import Sequences
 from tests.hybrid_models import save_model
 from tests.parity.test_state_faults import FAULTS, check
 
 Compute = Callable[..., Tensor]
-FAMILIES = ("qwen3_5_text", "kimi_linear", "bamba")
-recur, conv = recurrence.compute_plainly, causal_conv.compute_plainly
+FAMILIES = ("qwen3_5_text", "kimi_linear", "bamba", "jamba")
+recur, conv, scan = recurrence.compute_plainly, causal_conv.compute_plainly, selective_scan.compute_plainly
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,20 @@ def without_state(compute: Compute) -> Compute:
     return computed
 
 
+def scan_without_decay(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, *rest: Any) -> Tensor:
+    return scan(x, dt, b, c, a_log - 100, *rest)
+
+
+def scan_with_exchanged_keys(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *rest: Any) -> Tensor:
+    return scan(x, dt, c, b, *rest)
+
+
+def scan_without_state(*args: Any) -> Tensor:
+    """`without_state`, of an op with the state in another place."""
+    inputs, (state, sequences) = args[:-2], args[-2:]
+    return without_state(lambda _, state: scan(*inputs, state, sequences))(None, state)
+
+
 def in_bfloat16(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
     """The matrices are rounded to bfloat16 after each step."""
     out = recur(inputs, state, sequences)
@@ -129,6 +143,12 @@ OP_FAULTS: dict[str, tuple[str, Any, Compute]] = {
     "decays are those of the first channel": ("kimi_linear", recurrence, changed(a=by_head)),
     "beta is left out": ("qwen3_5_text", recurrence, changed(b=lambda inputs: inputs.b + 1000)),
     "d is left out": ("bamba", recurrence, changed(d=lambda inputs: inputs.d * 0)),
+    "decay is left out in Mamba 1": ("jamba", selective_scan, scan_without_decay),
+    "B and C are exchanged in Mamba 1": ("jamba", selective_scan, scan_with_exchanged_keys),
+    "states are updated twice in decode steps of Mamba 1": (
+        "jamba", selective_scan, only_in_decode_steps(twice(scan), scan)
+    ),
+    "states are not read in Mamba 1": ("jamba", selective_scan, scan_without_state),
     "the convolution is off by one tap": ("qwen3_5_text", causal_conv, one_tap_late),
     "the convolution's state is off by one token": ("qwen3_5_text", causal_conv, one_token_late),
     "the convolution's state is shifted twice": (

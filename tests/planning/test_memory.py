@@ -290,7 +290,11 @@ def test_weights_cache_and_reserve_never_exceed_the_share(
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "text"), [(GIB, "1.00 GiB"), (80 * GIB, "80.00 GiB"), (GIB - GIB // 4, "768.0 MiB"), (0, "0.0 MiB")]
-)
-def test_sizes_are_printed_in_gib_or_below_one_in_mib(size_bytes: int, text: str) -> None:
+    ("size_bytes", "text"),
+    [
+        (GIB, "1.00 GiB"), (80 * GIB, "80.00 GiB"), (GIB - GIB // 4, "768.0 MiB"), (1 << 20, "1.0 MiB"),
+        (3 << 10, "3.0 KiB"), (640, "640 bytes"), (0, "0 bytes"),
+    ],
+)  # fmt: skip
+def test_sizes_are_printed_in_the_largest_unit_that_fits(size_bytes: int, text: str) -> None:
     assert gib(size_bytes) == text

@@ -84,6 +84,11 @@ MOVED = {
     "operation dispatch": ("dynamo.dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
     "failed captures": ("failed_capture", "END_ALLOCATION", "torch:_C.moved"),
     "fake tensors": ("dynamo.fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
+    "attention outside of the interface": (
+        "transformers.attention_setting",
+        "CAN_SET",
+        "transformers:PreTrainedModel.moved",
+    ),
     "float32 weights": ("transformers.float32_tensors", "DTYPE_PLAN", "transformers:PreTrainedModel.moved"),
     "initialisation": ("transformers.initialization", "INITIALIZE", "transformers:PreTrainedModel.moved"),
     "kernels of experts": ("transformers.experts_interface", "DECORATOR", "transformers.integrations.moe:moved"),

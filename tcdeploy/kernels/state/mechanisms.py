@@ -17,14 +17,23 @@ from tcdeploy.kernels.attention.metadata import StepHolder
 from tcdeploy.kernels.state.gated_delta_net import GatedDeltaNetMechanism
 from tcdeploy.kernels.state.kimi_delta import KimiDeltaMechanism
 from tcdeploy.kernels.state.layer_state import LayerBinding, StateTensors
+from tcdeploy.kernels.state.lightning import LightningMechanism
 from tcdeploy.kernels.state.mamba2_mixer import Mamba2Mechanism
+from tcdeploy.kernels.state.mamba_mixer import MambaMechanism
 from tcdeploy.kernels.state.mechanism import Mechanism
 from tcdeploy.kernels.state.short_conv import ShortConvMechanism
 from tcdeploy.planning.architecture import Architecture, SlotState
 
 MECHANISMS: dict[str, Mechanism] = {
     mechanism.name: mechanism
-    for mechanism in (GatedDeltaNetMechanism(), KimiDeltaMechanism(), Mamba2Mechanism(), ShortConvMechanism())
+    for mechanism in (
+        GatedDeltaNetMechanism(),
+        KimiDeltaMechanism(),
+        LightningMechanism(),
+        Mamba2Mechanism(),
+        MambaMechanism(),
+        ShortConvMechanism(),
+    )  # fmt: skip
 }
 
 
