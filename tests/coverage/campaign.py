@@ -48,7 +48,8 @@ class Result:
 
     reason: of the refusal, or the last lines of the traceback. programs: of the buckets; 0 if uncompiled. packages:
     "started" if the type was served from packages alone, with right answers; otherwise what happened, or "" if it was
-    not tried. difference: the largest of a log-probability from transformers' in these starts; 0 if none was compared.
+    not tried. difference: the largest difference between a log-probability and that of transformers; 0 if none was
+    compared.
     """
 
     model_type: str
@@ -70,7 +71,7 @@ def model_types() -> list[str]:
 def check_type(
     model_type: str, cache_dir: str, compiles: bool = True, dtype: str = "float32", with_packages: bool = False
 ) -> Result:
-    """Start a small model of the type. In float32 also compare its answers; other dtypes may round to other tokens."""
+    """Start a small model of the type. In float32 also compare its answers: other dtypes may round to other tokens."""
     start = time.perf_counter()
     result = _check_type(model_type, cache_dir, compiles, dtype, with_packages)
     return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
