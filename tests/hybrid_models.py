@@ -25,7 +25,7 @@ _DELTA_NET = {
 }  # fmt: skip
 _MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_expand": 2,
-    "mamba_chunk_size": 64,  # of the reference only, whose time grows with it
+    "mamba_chunk_size": 64,  # only the reference reads it, and takes longer with larger chunks
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_SIZES, **_EXPERTS, **_DELTA_NET},
@@ -112,6 +112,7 @@ def answers(model: str, prompts: list[list[int]], tokens: int) -> list[list[int]
 
 
 def load_reference(model: str) -> Any:
+    """Transformers' model in float32."""
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 

@@ -20,7 +20,7 @@ from tests.conftest import ROOT, TINY, RunCLI, cli_environment
 from tests.github_actions import ActionRunner
 from tests.test_scripts import load_script
 
-SMALL = ("--buckets", "32", "--batch-sizes", "4")  # programs of `filled_packages`, whose kernels g++ has compiled
+SMALL = ("--buckets", "32", "--batch-sizes", "4")  # as in `filled_packages`: g++ need not compile again
 WARM = " ".join((TINY, *SMALL, "--load-format", "dummy"))
 ROW = re.compile(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)  # of the report: cold and warm seconds
 

@@ -189,7 +189,7 @@ def shared_memory_on_hopper(launch: Launch) -> int:
 
 
 def spilled_bytes(ptx: str, folder: Path) -> int:
-    """Bytes that ptxas spills to local memory."""
+    """Bytes of spill stores and spill loads per thread that ptxas reports for Hopper, summed over the functions."""
     source = folder / "kernel.ptx"
     source.write_text(ptx)
     ptxas = Path(triton.backends.nvidia.__path__[0]) / "bin" / "ptxas"

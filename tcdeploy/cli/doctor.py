@@ -33,7 +33,7 @@ def doctor(
         bool,
         typer.Option(
             "--describe-gpu",
-            help="Only print the description of the first GPU, for `warm --dry-run --target-gpu` on another machine",
+            help="Only print a description of the first GPU, for `warm --dry-run --target-gpu` on another machine",
         ),
     ] = False,
     json: Json = False,

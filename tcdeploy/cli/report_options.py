@@ -23,8 +23,8 @@ TargetGPU = Annotated[
     str | None,
     typer.Option(
         "--target-gpu",
-        help="With --dry-run: plan for this GPU instead of the machine's own: h100, another known GPU, or a file of "
-        "`tcdeploy doctor --describe-gpu`",
+        help="With --dry-run: plan for this GPU instead of the machine's own; a known name such as h100, or a file "
+        "with the output of `tcdeploy doctor --describe-gpu`",
         metavar="NAME|FILE",
     ),
 ]

@@ -62,7 +62,7 @@ def warm(
     if dry_run and (require_hit or budget or cache_from or cache_to):
         raise UsageError("--dry-run excludes --require-hit, --budget, --cache-from and --cache-to", "remove --dry-run")
     if target_gpu is not None and not dry_run:
-        raise UsageError("--target-gpu needs --dry-run", "add --dry-run, or warm on a machine with that GPU")
+        raise UsageError("--target-gpu needs --dry-run", "add --dry-run, or warm on a machine with the GPU")
     if key is not None and cache_to is None:
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
     cache = cache_source(cache_from, allow_unsigned, allow_rollback)

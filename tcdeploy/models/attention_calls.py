@@ -89,7 +89,7 @@ def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
 
 
 def _type_error(name: str, types: Iterable[str], classes: Iterable[str] = ()) -> UnsupportedArchitectureError:
-    """`classes`: of the modules that no mechanism computes, if the model has been built."""
+    """`classes`: the classes of modules that no mechanism computes, if the model has been built."""
     message = f"{name} has layers of type {', '.join(sorted({*types}))}, which a KV cache cannot serve"
     if classes:
         message += f", and {', '.join(sorted({*classes}))} is not supported"

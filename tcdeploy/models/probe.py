@@ -199,9 +199,9 @@ def _record_layers(
 
 
 def _numbers_tokens(model: nn.Module) -> bool:
-    """Whether an embedding numbers the tokens beside the padding, from padding_idx + 1 on, unless it gets positions.
+    """Whether an embedding can compute positions itself. It skips padding tokens, and starts at padding_idx + 1.
 
-    Kosmos-2.5 generates without position_ids, so positions from 0 on give other logits than transformers' `generate`.
+    In `generate`, Kosmos-2.5 gets no position_ids. With tcdeploy's positions, which start at 0, its logits differ.
     """
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
 

@@ -1,9 +1,9 @@
-"""Descriptions of GPUs, with which a model is planned for a GPU that this machine does not have.
+"""Descriptions of GPUs. With them, a model can be planned for a GPU that this machine does not have.
 
-A description is a JSON file. Those in `gpus/` describe common GPUs, and `tcdeploy doctor --describe-gpu` prints that of
-the machine's first GPU. Name, capability and multiprocessors are factors of the cache key, so a plan for "h100-pcie"
-does not fit an H100 SXM. The memory that torch reports differs by some hundred MiB between drivers; the files in
-`gpus/` state a low value. Does not import torch, except in `describe_first_gpu`.
+A description is a JSON file. The files in `gpus/` describe common GPUs, and `tcdeploy doctor --describe-gpu` prints a
+description of the machine's first GPU. Name, capability and number of multiprocessors are factors of the cache key, so
+a plan for "h100-pcie" does not fit an H100 SXM. The memory that torch reports differs by some hundred MiB between
+drivers; the files in `gpus/` state a low value. Does not import torch, except in `describe_first_gpu`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tcdeploy.host.typed_json import from_json
 from tcdeploy.planning.environment import GPU, Environment
 
 FOLDER = Path(__file__).parent / "gpus"
-MIB = 1 << 20
-# Compute capabilities from 8.0 on that CUDA 13 compiles for, and the least CUDA version that compiles for each.
+# The compute capabilities from 8.0 on that CUDA 13 supports, and the first CUDA version that supports each.
 MIN_CUDA = {
     (8, 0): (11, 0), (8, 6): (11, 1), (8, 7): (11, 4), (8, 8): (13, 0), (8, 9): (11, 8), (9, 0): (11, 8),
     (10, 0): (12, 8), (10, 3): (12, 9), (11, 0): (13, 0), (12, 0): (12, 8), (12, 1): (12, 9),
@@ -44,11 +43,12 @@ class GPUDescription:
     clock_mhz: int
     memory_clock_mhz: int
     memory_bus_bits: int
-    cuda: str  # version that torch is assumed to be built for, if this machine has torch for CPUs
-    driver: str = ""  # "": not known
+    cuda: str  # the assumed CUDA version of torch, if the planning machine has torch for CPUs
+    driver: str = ""  # version; "" if unknown
 
     @property
     def gpu(self) -> GPU:
+        """The GPU as an Environment describes it."""
         return GPU(
             name=self.name,
             capability=self.capability,
@@ -61,15 +61,19 @@ class GPUDescription:
 
 
 def gpu_names() -> list[str]:
-    """The names of the GPUs that are described in this package."""
+    """The names of the GPUs that `gpus/` describes."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def read_gpu_description(name_or_file: str) -> GPUDescription:
-    """The description of a GPU by its name in `gpu_names()`, or in a file. Raises UsageError."""
+    """The description of the GPU with a name of `gpu_names()`, or the one in a JSON file.
+
+    A name that ends with .json or contains a path separator is a file. Raises UsageError.
+    """
     is_file = name_or_file.endswith(".json") or os.sep in name_or_file
     path = Path(name_or_file) if is_file else FOLDER / f"{name_or_file}.json"
-    hint = f"known GPUs are {', '.join(gpu_names())}; for another one: tcdeploy doctor --describe-gpu > GPU.json there"
+    command = "tcdeploy doctor --describe-gpu > GPU.json"
+    hint = f"known GPUs are {', '.join(gpu_names())}; for another one, run this on its machine: {command}"
     if not path.is_file():
         message = f"the file {path} does not exist" if is_file else f"no GPU is called {name_or_file!r}"
         raise UsageError(message, hint)
@@ -83,7 +87,7 @@ def read_gpu_description(name_or_file: str) -> GPUDescription:
 
 
 def with_target_gpu(environment: Environment, target: GPUDescription, torch_cuda: str) -> Environment:
-    """The environment of a machine with the same packages and the GPU `target` alone.
+    """The environment of a machine with the same packages, and with `target` as its only GPU.
 
     torch_cuda: the CUDA version that torch is built for; "" for CPUs. Raises UsageError if it is too old for the GPU.
     """
@@ -96,7 +100,10 @@ def with_target_gpu(environment: Environment, target: GPUDescription, torch_cuda
 
 
 def describe_first_gpu(environment: Environment) -> GPUDescription:
-    """The GPU that a deployment on this machine would use. `environment`: of this machine. Raises UsageError."""
+    """Describe the GPU that a deployment on this machine would use.
+
+    `environment`: that of this machine. Raises UsageError if torch sees no GPU.
+    """
     import torch
 
     if not environment.gpus:
@@ -118,10 +125,10 @@ def describe_first_gpu(environment: Environment) -> GPUDescription:
 
 
 def _problem(description: GPUDescription) -> str:
-    """What no GPU has; "" if there is nothing."""
+    """Why no GPU that tcdeploy supports can have this description; "" if one can."""
     if description.capability not in MIN_CUDA:
         major, minor = description.capability
-        return f"there is no compute capability {major}.{minor}, or it is below 8.0"
+        return f"compute capability {major}.{minor} does not exist or is below 8.0"
     if not description.name:
         return "its name is empty"
     numbers = {name: value for name, value in dataclasses.asdict(description).items() if isinstance(value, int)}

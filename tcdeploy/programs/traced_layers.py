@@ -62,9 +62,9 @@ def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepIn
         layer = layers[index]
         with bound_state(layer.bindings, [*layer.named_state.values()], inputs.step):
             output = layer.module.forward(*args, **kwargs)
-        is_tuple = isinstance(output, tuple | list)
-        dtype = dtype_name((output[0] if is_tuple else output).dtype)
-        outputs[kinds[index]] = LayerOutput(len(output) if is_tuple else 0, dtype)
+        has_items = isinstance(output, tuple | list)
+        dtype = dtype_name((output[0] if has_items else output).dtype)
+        outputs[kinds[index]] = LayerOutput(len(output) if has_items else 0, dtype)
         if len(outputs) == len(set(kinds)):
             raise _AllKindsReturned
         return output
@@ -72,7 +72,7 @@ def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepIn
     given = step_tensors(inputs)
     try:
         with replace_layers(layers, run_layer), fake_tensors():
-            ids = torch.empty_like(given["input_ids"])  # fake: transformers looks for padding in others
+            ids = torch.empty_like(given["input_ids"])  # fake, because transformers searches real ids for padding
             model(input_ids=ids, position_ids=given["position_ids"], use_cache=False)
     except _AllKindsReturned:
         pass

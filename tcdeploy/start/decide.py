@@ -77,9 +77,9 @@ def decide(
 
     `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
     report what this machine lacks in `findings` instead of raising an error. `jit_reason`, `policy`: for `--programs
-    auto` (start/auto_programs.py). `needs_weights`: trace them. `target`: plan for this GPU, not for the machine's own.
-    Raises ModelError with all reasons if the model cannot be served; tensors that do not fit the config are reported
-    alone, if the rest could be planned.
+    auto` (start/auto_programs.py). `needs_weights`: trace them. `target`: plan for this GPU instead of the machine's
+    own. Raises ModelError with all reasons if the model cannot be served; tensors that do not fit the config are
+    reported alone, if the rest could be planned. Raises UsageError for a `target` that cannot be planned for.
     """
     environment = _detect_environment(recipe, target)
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
@@ -117,7 +117,10 @@ def decide(
 
 
 def _detect_environment(recipe: Recipe, target: GPUDescription | None) -> Environment:
-    """This machine, with the GPU `target` instead of its own. Raises UsageError if there can be no such machine."""
+    """The environment of this machine, with `target`, if not None, in place of its GPUs.
+
+    Raises UsageError for a target with --device cpu, or one that torch's CUDA version does not support.
+    """
     environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
     environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
     if target is None:
@@ -130,7 +133,7 @@ def _detect_environment(recipe: Recipe, target: GPUDescription | None) -> Enviro
 def _explain_target(target: GPUDescription | None) -> tuple[Decision, ...]:
     if target is None:
         return ()
-    reason = "requested; other GPUs with this name may have more or less memory"
+    reason = "requested; the memory that torch reports on a machine with this GPU may differ"
     if torch.version.cuda is None:
         reason = f"requested; planned as for torch with CUDA {target.cuda}, because this torch is built for CPUs"
     return (Decision("target GPU", target.name, reason),)

@@ -44,7 +44,7 @@ def test_a_target_that_cannot_be_planned_is_refused(run_cli: RunCLI, flags: tupl
     assert (done.returncode, done.stdout) == (2, "") and f"error: {message}" in done.stderr
 
 
-@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+@pytest.mark.skipif(HAS_GPU, reason="the machine has a GPU")
 def test_a_machine_without_a_gpu_describes_none(run_cli: RunCLI) -> None:
     done = run_cli("doctor", "--describe-gpu")
     assert (done.returncode, done.stdout) == (2, "") and "error: torch sees no GPU" in done.stderr

@@ -48,7 +48,8 @@ class Result:
 
     reason: of the refusal, or the last lines of the traceback. programs: of the buckets; 0 if uncompiled. packages:
     "started" if the type was served from packages alone, with right answers; otherwise what happened, or "" if it was
-    not tried. difference: the largest of a log-probability from transformers' in these starts; 0 if none was compared.
+    not tried. difference: the largest difference between a log-probability and that of transformers; 0 if none was
+    compared.
     """
 
     model_type: str
@@ -70,7 +71,7 @@ def model_types() -> list[str]:
 def check_type(
     model_type: str, cache_dir: str, compiles: bool = True, dtype: str = "float32", with_packages: bool = False
 ) -> Result:
-    """Start a small model of the type. In float32 also compare its answers; other dtypes may round to other tokens."""
+    """Start a small model of the type. In float32 also compare its answers: other dtypes may round to other tokens."""
     start = time.perf_counter()
     result = _check_type(model_type, cache_dir, compiles, dtype, with_packages)
     return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
@@ -136,17 +137,17 @@ def _is_text_only(deployment: Any) -> bool:
     return any(decision.name == "inputs" for decision in deployment.plan.decisions)
 
 
-_functionalized: set[tuple[Any, ...]] = set()  # the operations of graphs that AOTAutograd has traced in this block
-_is_in_block: list[bool] = []
+_functionalized: set[tuple[Any, ...]] = set()  # operations of the graphs that AOTAutograd has traced
+_is_in_block: list[bool] = []  # not empty within `traced_only`
 
 
 @contextlib.contextmanager
 def traced_only() -> Iterator[None]:
     """Trace the programs as usual, but run the traced operations one by one instead of compiling them.
 
-    Within the block, which contains the parity check, the first of several graphs with equal operations is also traced
-    and run by AOTAutograd, as for Inductor. All other calls run the graph as Dynamo traced it, in two thirds of the
-    time.
+    The block contains the parity check. Of several graphs with equal operations, the first one is also traced by
+    AOTAutograd, as for Inductor, and runs in this form within the block. All other calls run the graph as Dynamo traced
+    it, which takes two thirds of the time.
     """
 
     def load(_: JitLoader, __: ProgramKey) -> Program:
@@ -162,7 +163,7 @@ def traced_only() -> Iterator[None]:
 
 
 def run_operations(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A function of the module, because Dynamo shares code only between equal backends."""
+    """The backend of `traced_only`. It is a module-level function because Dynamo shares code only of equal backends."""
     operations = tuple(node.target for node in graph.graph.nodes if node.op != "placeholder")
     traced = graph.forward
     if operations in _functionalized:

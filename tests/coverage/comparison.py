@@ -1,9 +1,8 @@
 """Compares the answers of an engine with those of transformers, by tokens and by log-probabilities, in float32.
 
-Greedy tokens must be those of `generate`. Equal greedy tokens prove little of a random model: logits of another scale
-have the same maximum, and some models repeat a few tokens. So the log-probabilities of the prompt's tokens, of the
-greedy tokens and of sampled ones must also be within MAX_DIFFERENCE of those of transformers' forward pass over the
-same tokens, without a cache.
+Greedy tokens must be those of `generate`. For a random model this proves little: scaled logits have the same maximum,
+and some models repeat a few tokens. So the log-probabilities of prompt tokens, greedy tokens and sampled tokens must
+also be within MAX_DIFFERENCE of those of transformers' forward pass over the same tokens, without a cache.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class Answer(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """One per prompt."""
+    """Each list has one answer per prompt."""
 
     greedy: list[Answer]
     sampled: list[Answer]
 
 
 def answer(engine: Engine) -> Answers:
-    """The engine's answers to PROMPTS, which it gets as one batch, first greedy and then sampled."""
+    """The engine's answers to PROMPTS, sent as one batch: first greedy, then sampled."""
     return Answers(_answer(engine, GREEDY), _answer(engine, SAMPLED))
 
 
@@ -52,7 +51,7 @@ def _answer(engine: Engine, params: SamplingParams) -> list[Answer]:
 
 
 class Reference:
-    """The model of a folder in transformers. difference: the largest one of a log-probability that was compared."""
+    """transformers' model of a folder. difference: the largest difference of a log-probability in all comparisons."""
 
     def __init__(self, config: Any, folder: str) -> None:
         model_class = auto_class(config, trust_remote_code=False)
@@ -61,7 +60,7 @@ class Reference:
         self.difference = 0.0
 
     def compare(self, answers: Answers) -> str:
-        """What is wrong with the answers, or ""."""
+        """What is wrong with the answers; "" if nothing is."""
         for kind, of_prompts in answers._asdict().items():
             for prompt, given in zip(PROMPTS, of_prompts, strict=True):
                 expected = self._logprobs([*prompt, *given.tokens])
@@ -70,11 +69,11 @@ class Reference:
                     return f"{kind}: {len(actual)} log-probabilities instead of {len(expected)}"
                 difference = (actual - expected).abs()
                 self.difference = max(self.difference, difference.max().item())
-                if not (difference <= MAX_DIFFERENCE).all():  # NaN is a difference
+                if not (difference <= MAX_DIFFERENCE).all():  # NaN fails too
                     place = int(difference.nan_to_num(torch.inf).argmax())
-                    of = "prompt" if place < len(prompt) - 1 else f"{kind} answer"
+                    part = "prompt" if place < len(prompt) - 1 else f"{kind} answer"
                     return (
-                        f"a log-probability of the {of} is {actual[place]:.6f} instead of {expected[place]:.6f} "
+                        f"a log-probability of the {part} is {actual[place]:.6f} instead of {expected[place]:.6f} "
                         f"(position {place + 1} of a prompt of {len(prompt)} tokens)"
                     )
         self._greedy = self._greedy or [self._generate(prompt) for prompt in PROMPTS]

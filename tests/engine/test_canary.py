@@ -63,9 +63,10 @@ def flipped_bit(weight: torch.Tensor, index: tuple[int, ...], bit: int = EXPONEN
 
 @pytest.fixture
 def engine(tiny_deployment: Any) -> Engine:
-    """An engine of its own, with empty blocks.
+    """A new engine, with empty blocks.
 
-    After a test with the same requests, the same blocks would contain what a step with a planted fault does not write.
+    Otherwise blocks could contain K and V of the same requests from an earlier test, and a planted fault that writes
+    them to a wrong block would not be found.
     """
     runner = tiny_deployment.engine.runner
     for spec in tiny_deployment.planned.architecture.attention_layers:

@@ -140,8 +140,8 @@ def random_requests(source: random.Random, num_requests: int) -> list[tuple[list
 def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21, reference: Any = None) -> None:
     """Requests that arrive at random steps, some of which are aborted, get the tokens that they get alone.
 
-    `reference`: the model of transformers in float32, one pass of which gives the greedy tokens of a request. Without
-    it, each request runs alone on the engine first.
+    `reference`: transformers' model in float32. One forward pass of it checks all tokens of a request. Without it, each
+    request runs alone on the engine first.
     """
     source = random.Random(seed)
     requests = random_requests(source, num_requests)
@@ -183,7 +183,9 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21, refe
 
 
 def next_tokens(reference: Any, prompt: list[int], tokens: list[int]) -> list[int]:
-    """The greedy token after the prompt, and after each of the tokens but the last. They equal a greedy answer."""
+    """The greedy tokens after the prompt, and after each of `tokens` but the last. Equal to `tokens` if these are
+    greedy.
+    """
     if not tokens:
         return []
     with torch.no_grad():

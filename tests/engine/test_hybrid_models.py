@@ -42,7 +42,7 @@ QUICK = (
     "lfm2",
 )  # fmt: skip
 QUICK_TRAFFIC = ("qwen3_5_text", "kimi_linear", "bamba", "falcon_h1", "jamba", "lfm2")
-# One bucket of each phase: qwen3_5_text and bamba have the same mechanisms, and two of each.
+# To save time, these have one prefill and one decode bucket. qwen3_5_text and bamba cover the same mechanisms with two.
 ONE_BUCKET = ("qwen3_next", "olmo_hybrid", "nemotron_h")
 
 

@@ -1,8 +1,8 @@
-"""Faults of state in slots that users of other servers have reported: planted here, each changes answers or is refused.
+"""Faults of state in slots that users of other servers have reported. Each is planted here, and must change answers.
 
-Each entry names the reports. Traffic on an engine has prompts of one token and longer than a step, common prefixes,
-preemption, and retries of aborted prompts; slots contain stale state. Programs are traced and not compiled.
-Snapshots of the wrong slot, step or border are in test_snapshots.py; wrong graphs need a GPU (tests/gpu).
+Each entry names its report. The traffic has prompts of one token, prompts longer than a step, common prefixes,
+preemption, and retries of aborted prompts; slots contain stale state at first. Programs are traced and not compiled.
+Faults in snapshots (wrong slot, step or border) are in test_snapshots.py. Faults in CUDA graphs need a GPU (tests/gpu).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 @pytest.fixture(autouse=True)
 def without_requests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends the requests that a planted fault has left."""
+    """End the requests that a planted fault has left unfinished."""
     yield
     if "served" in request.fixturenames:
         engine = request.getfixturevalue("served").engine
@@ -58,8 +58,8 @@ def without_requests(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def requests() -> list[tuple[list[int], int]]:
-    """(prompt, new tokens). The prompts longer than 150 tokens take several steps, and are aborted at first."""
-    instructions = random_tokens(80, 70)  # a border of blocks, after which a chunk of two tokens follows
+    """(prompt, number of new tokens). Prompts of more than 150 tokens take several steps, and are aborted once."""
+    instructions = random_tokens(80, 70)  # whole blocks; some prompts then have a chunk of two tokens
     shared = [[*instructions, *random_tokens(30 * (number % 3) + 2, 81 + number)] for number in range(6)]
     long = [[*instructions, *random_tokens(160, 90 + number)] for number in range(2)]
     short = [[7], [9, 8], [7, 5, 3]]
@@ -68,7 +68,7 @@ def requests() -> list[tuple[list[int], int]]:
 
 
 def run_traffic(served: Served) -> list[Answer]:
-    """The answers to all requests, twice. Aborted prompts are tried again at once."""
+    """The answers to all requests, which are sent twice. An aborted prompt is sent again at once."""
     engine, answers = served.engine, {}
     engine.allocator.reset_prefix_cache()
     for tensor in engine.runner.slot_states.tensors:
@@ -124,7 +124,7 @@ def test_the_traffic_has_the_answers_of_transformers(served: Served) -> None:
 
 
 def in_ops(change: Callable[[Sequences, int], Sequences]) -> Plant:
-    """Both ops get changed sequences. `change` has the tokens of the step too."""
+    """Both ops get the sequences that `change` returns. It also gets the number of tokens of the step."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(
@@ -140,7 +140,7 @@ def in_ops(change: Callable[[Sequences, int], Sequences]) -> Plant:
 
 
 def one_token_prompt(sequences: Sequences, _: int) -> Sequences:
-    """A new prompt of one token continues what its slot contains, as a decode row."""
+    """A new prompt of one token continues the state in its slot, as a decode row does."""
     if sequences.starts is None or sequences.seq_lens is None:
         return sequences
     is_one = (sequences.starts.diff() == 1) & (sequences.seq_lens == 1)
@@ -148,7 +148,7 @@ def one_token_prompt(sequences: Sequences, _: int) -> Sequences:
 
 
 def padding_row(sequences: Sequences, _: int) -> Sequences:
-    """Padding rows compute a token of the first row's slot."""
+    """Padding rows compute a token with the slot of the first row."""
     lengths, slots = sequences.row_seq_lens, sequences.row_slots
     if sequences.starts is not None or lengths is None or slots is None:
         return sequences
@@ -159,7 +159,7 @@ def padding_row(sequences: Sequences, _: int) -> Sequences:
 
 
 def wrong_unit(sequences: Sequences, _: int) -> Sequences:
-    """The slot of a row is looked up by the number of the row."""
+    """The number of a row is used as its slot."""
     if sequences.row_slots is None:
         return sequences
     numbers = torch.arange(len(sequences.row_slots), dtype=torch.int32)
@@ -179,14 +179,14 @@ def padding_tokens(sequences: Sequences, tokens: int) -> Sequences:
 
 
 def rows_of_a_mixed_step(sequences: Sequences, _: int) -> Sequences:
-    """A mixed step runs the ops of a step of prompts: its rows are not computed."""
+    """The ops of a mixed step run as in a step of prompts only, so its decode rows are not computed."""
     if sequences.starts is None:
         return sequences
     return sequences._replace(row_seq_lens=None, row_slots=None)
 
 
 def short_chunk(patch: pytest.MonkeyPatch) -> None:
-    """The tail of a chunk that is shorter than the convolution is filled up with zeros."""
+    """After a chunk shorter than the convolution's state, the rest of the state is zero instead of older tokens."""
 
     def compute(x: Any, state: Any, weight: Any, *rest: Any) -> Any:
         out, kept = convolve(x, state, weight, *rest), weight.shape[1] - 1
@@ -199,7 +199,7 @@ def short_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_tail(patch: pytest.MonkeyPatch) -> None:
-    """The entries after the sequences of a step are those of an earlier step."""
+    """The entries after the last sequence of a step still have the values of an earlier step."""
     steps: list[Sequences] = []
 
     def change(sequences: Sequences, tokens: int) -> Sequences:
@@ -221,7 +221,7 @@ def stale_tail(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_state_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    """A preempted sequence continues after its cached blocks, with whatever its new slot contains."""
+    """A preempted sequence continues after its cached blocks, with the stale state of its new slot."""
     match = PrefixReuse.match
 
     def matched(self: PrefixReuse, sequence: Sequence) -> PrefixMatch:
@@ -233,7 +233,7 @@ def stale_state_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
 
 def unwritten_state_after_an_abort(patch: pytest.MonkeyPatch) -> None:
-    """An aborted prompt leaves the snapshot of its last border, which no step has reached."""
+    """An aborted prompt leaves a snapshot of its last border, although no step has computed the state there."""
     abort = Scheduler.abort
 
     def registering(self: Scheduler, sequence: Sequence) -> None:
@@ -268,7 +268,7 @@ def test_a_planted_fault_changes_answers(served: Served, fault: str, monkeypatch
 
 
 def test_a_request_that_needs_the_whole_pool_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#52520: near the limit of the pool, steps are scheduled for ever and no request gets further."""
+    """vllm#52520: when a request needs nearly all blocks, scheduling goes on for ever and no request advances."""
 
     def run_scarce() -> None:
         params = SamplingParams(max_tokens=24)
@@ -290,20 +290,20 @@ def test_a_request_that_needs_the_whole_pool_is_computed(monkeypatch: pytest.Mon
 
 
 def functions_of(folder: Path) -> Iterator[ast.FunctionDef]:
-    """The functions of the files with kernels."""
+    """The functions of the kernel files in a folder."""
     for file in sorted(folder.glob("*_kernel.py")):
         yield from (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef))
 
 
 def waits(function: ast.FunctionDef) -> list[str]:
-    """What may wait for another program: loops without a bound, and atomic operations."""
+    """The operations of a function that may wait for another program: unbounded loops and atomics."""
     loops = ["while" for node in ast.walk(function) if isinstance(node, ast.While)]
     names = [node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)]
     return loops + [name for name in names if name.startswith("atomic")]
 
 
 def test_no_kernel_waits_for_another_program() -> None:
-    """flashinfer#3329: a kernel hung in replay, waiting for a flag that only its first run had set."""
+    """flashinfer#3329: when its graph was replayed, a kernel hung. It waited for a flag that only its first run set."""
     functions = list(functions_of(Path(state_kernels.__file__).parent))
     assert len(functions) > 8 and not {function.name: found for function in functions if (found := waits(function))}
     [spinning] = ast.parse("def spin(flag):\n    while tl.atomic_add(flag, 0) == 0:\n        pass").body

@@ -151,7 +151,7 @@ def turns_of(prompt: list[int], answer: list[int]) -> list[tuple[list[int], list
 
 
 def run_chats(served: Served) -> Iterator[list[list[int]]]:
-    """The answers of three chats at a time, because more would drop each other's snapshots."""
+    """The answers of three chats at a time. More chats at once would evict each other's snapshots."""
     prompts = shared_prompts()
     chats = [turns_of(prompt, answer) for prompt, answer in zip(prompts, served.answers(prompts), strict=True)]
     for begin in range(0, len(chats), 3):
@@ -190,7 +190,7 @@ def test_a_planted_fault_changes_tokens(
     expected = expected_chats(served)
     with monkeypatch.context() as patch:
         fault(patch)
-        assert any(map(operator.ne, run_chats(served), expected)), "the chats after the first difference do not run"
+        assert any(map(operator.ne, run_chats(served), expected))  # chats after the first difference do not run
     served.engine.allocator.reset_prefix_cache()
 
 

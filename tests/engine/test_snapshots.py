@@ -296,7 +296,7 @@ def test_traffic_with_common_prefixes_has_hits(mixed_steps: bool) -> None:
 def change_copies(
     patch: pytest.MonkeyPatch, change: Callable[[SlotCopies], SlotCopies], name: str = "snapshots"
 ) -> None:
-    """Each step gets changed copies to snapshots, or from them (`restores`)."""
+    """Change the copies of each step to snapshots or, with the name "restores", from snapshots."""
     copies = getattr(PrefixReuse, name).fget
     patch.setattr(PrefixReuse, name, property(lambda self: change(copies(self))))
 

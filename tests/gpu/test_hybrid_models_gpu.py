@@ -19,23 +19,24 @@ from tests.gpu.test_slot_state_gpu import check_captured_steps
 from tests.hybrid_models import FAMILIES, VOCAB_SIZE, answers, save_model
 
 pytestmark = pytest.mark.gpu
-ONE_OF_EACH = ("qwen3_5_text", "kimi_linear", "bamba", "lfm2")  # mechanisms
+ONE_PER_MECHANISM = ("qwen3_5_text", "kimi_linear", "bamba", "lfm2")
 MIN_SNAPSHOT_TOKENS = 32
 
 
 @pytest.mark.parametrize(
-    ("family", "shapes"), [*((family, "dynamic") for family in FAMILIES), *((name, "bucket") for name in ONE_OF_EACH)]
+    ("family", "shapes"),
+    [*((family, "dynamic") for family in FAMILIES), *((name, "bucket") for name in ONE_PER_MECHANISM)],
 )
 def test_captured_steps_give_the_tokens_of_generate(cache_dir: str, tmp_path: Path, family: str, shapes: str) -> None:
     model = save_model(family, tmp_path / "model")
     check_captured_steps(model, cache_dir, shapes, answers(model, PROMPTS, 30))
 
 
-@pytest.mark.parametrize("family", ONE_OF_EACH)
+@pytest.mark.parametrize("family", ONE_PER_MECHANISM)
 def test_snapshots_change_no_token(
     cache_dir: str, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies of state between captured steps. Snapshots are taken from 32 tokens on."""
+    """State is copied between captured steps. Snapshots are taken from 32 tokens on."""
     for module in (memory, sizes):
         monkeypatch.setattr(module, "MIN_SNAPSHOT_TOKENS", MIN_SNAPSHOT_TOKENS)
     model, source = save_model(family, tmp_path / "model"), random.Random(48)
@@ -56,8 +57,8 @@ def test_snapshots_change_no_token(
 def test_bfloat16_passes_the_parity_check(cache_dir: str, tmp_path: Path, family: str) -> None:
     """With the head sizes of published models where the config has them, as the tuning constants are for these.
 
-    A token is sent to all experts: in bfloat16, the choice between two of nearly equal scores may differ. Prompts are
-    split without a prediction of times: rounding depends on the chunks.
+    Each token is sent to all experts, because in bfloat16 the choice between experts with nearly equal scores may
+    differ. Chunks of prompts do not depend on predicted times, because rounding depends on the chunks.
     """
     head_sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128} if family.startswith("qwen3") else {}
     head_sizes |= {"linear_head_dim": 128} if family == "kimi_linear" else {}

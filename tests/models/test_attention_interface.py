@@ -1,4 +1,4 @@
-"""Modules with attention of their own compute the same through the AttentionInterface, and their own code if asked."""
+"""Converted attention modules give the same logits through the AttentionInterface as with their own code."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_japanese": ("gpt_neox_japanese", {}),
     "openai-gpt": ("openai-gpt", {}),
     "xglm": ("xglm", {}),
-    "falcon with one head of keys": ("falcon", {"multi_query": True}),
-    "falcon with a head of keys for each query": ("falcon", {"multi_query": False}),
-    "falcon with groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon with one KV head": ("falcon", {"multi_query": True}),
+    "falcon with a KV head per query head": ("falcon", {"multi_query": False}),
+    "falcon with grouped queries": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
 }
 each_case = pytest.mark.parametrize("case", CASES)
 
@@ -63,14 +63,14 @@ def config_of(case: str) -> Any:
 
 
 def models_of(case: str) -> tuple[Any, Any]:
-    """transformers' model with eager attention, and the same with NAME."""
+    """transformers' model with eager attention, and the same model converted, with the implementation NAME."""
 
     def build(implementation: str) -> Any:
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config_of(case), attn_implementation=implementation).eval()
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.15)  # so that tokens attend to some more than to others
+                nn.init.normal_(parameter, std=0.15)  # so that attention weights differ clearly
         return model
 
     return build("eager"), with_interface(model_class(config_of(case), trust_remote_code=False), NAME, build)
@@ -112,8 +112,8 @@ def probed(case: str) -> Architecture:
 @pytest.mark.parametrize(
     ("case", "kv_heads"),
     [
-        ("falcon with one head of keys", 1), ("falcon with a head of keys for each query", HEADS),
-        ("falcon with groups", 2),
+        ("falcon with one KV head", 1), ("falcon with a KV head per query head", HEADS),
+        ("falcon with grouped queries", 2),
     ],
 )  # fmt: skip
 def test_keys_are_cached_once_for_a_group(case: str, kv_heads: int) -> None:
@@ -121,8 +121,8 @@ def test_keys_are_cached_once_for_a_group(case: str, kv_heads: int) -> None:
     assert {(spec.heads, spec.kv_heads, spec.head_dim) for spec in specs} == {(HEADS, kv_heads, HEAD_DIM)}
 
 
-def test_falcon_with_biases_of_distances_is_refused() -> None:
-    config = config_of("falcon with one head of keys")
+def test_falcon_with_alibi_is_refused() -> None:
+    config = config_of("falcon with one KV head")
     config.alibi = True
     with pytest.raises(UnsupportedModelError, match="never calls"):
         probe_model(config)

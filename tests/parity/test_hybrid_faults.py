@@ -88,12 +88,12 @@ def scan_without_decay(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tenso
     return scan(x, dt, b, c, a_log - 100, *rest)
 
 
-def scan_with_exchanged_keys(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *rest: Any) -> Tensor:
+def scan_with_b_and_c_exchanged(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *rest: Any) -> Tensor:
     return scan(x, dt, c, b, *rest)
 
 
 def scan_without_state(*args: Any) -> Tensor:
-    """`without_state`, of an op with the state in another place."""
+    """As `without_state`, for an op that takes the state after its other tensors."""
     inputs, (state, sequences) = args[:-2], args[-2:]
     return without_state(lambda _, state: scan(*inputs, state, sequences))(None, state)
 
@@ -144,7 +144,7 @@ OP_FAULTS: dict[str, tuple[str, Any, Compute]] = {
     "beta is left out": ("qwen3_5_text", recurrence, changed(b=lambda inputs: inputs.b + 1000)),
     "d is left out": ("bamba", recurrence, changed(d=lambda inputs: inputs.d * 0)),
     "decay is left out in Mamba 1": ("jamba", selective_scan, scan_without_decay),
-    "B and C are exchanged in Mamba 1": ("jamba", selective_scan, scan_with_exchanged_keys),
+    "B and C are exchanged in Mamba 1": ("jamba", selective_scan, scan_with_b_and_c_exchanged),
     "states are updated twice in decode steps of Mamba 1": (
         "jamba", selective_scan, only_in_decode_steps(twice(scan), scan)
     ),

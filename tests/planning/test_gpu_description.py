@@ -20,7 +20,7 @@ from tcdeploy.planning.gpu_description import (
 from tcdeploy.planning.plan import make_plan
 from tests.machines import A10G, H100, LAPTOP, LLAMA_8B, make_recipe
 
-# From the data sheets: compute capability, multiprocessors, GB of memory, and GB/s of its bandwidth.
+# From the data sheets: compute capability, multiprocessors, memory in GB, and memory bandwidth in GB/s.
 DATA_SHEETS = {
     "a100": ((8, 0), 108, 80, 2039),
     "a100-40gb": ((8, 0), 108, 40, 1555),
@@ -61,7 +61,7 @@ def test_a_file_agrees_with_the_data_sheet(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "machine"), [("h100", H100), ("a10g", A10G)])
-def test_the_described_gpu_is_the_one_of_the_machine(name: str, machine: Any) -> None:
+def test_a_file_has_the_values_that_torch_reports_on_a_machine_with_the_gpu(name: str, machine: Any) -> None:
     gpu = read_gpu_description(name).gpu
     [own] = machine.gpus
     assert dataclasses.replace(gpu, memory_bytes=own.memory_bytes) == own
@@ -84,7 +84,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"capability": [9, 9]}, "no compute capability 9.9"),
+        ({"capability": [9, 9]}, "compute capability 9.9 does not exist"),
         ({"capability": [7, 5]}, "below 8.0"),
         ({"memory_bytes": 0}, "memory_bytes is 0"),
         ({"multiprocessors": "132"}, "multiprocessors"),
@@ -118,7 +118,7 @@ def test_the_plan_of_a_target_is_that_of_the_machine_with_the_gpu() -> None:
     assert planned.device == "cuda" and planned.is_hopper
 
 
-def test_plans_for_two_models_of_a_gpu_have_other_keys() -> None:
+def test_plans_for_models_of_a_gpu_have_different_keys() -> None:
     keys = {
         make_plan(make_recipe(), with_target_gpu(LAPTOP, read_gpu_description(name), "13.0"), LLAMA_8B).key
         for name in ("h100", "h100-pcie", "h200")

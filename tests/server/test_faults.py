@@ -46,7 +46,7 @@ READY = b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 def make_idle(connection: socket.socket) -> None:
-    """Send a request, and read its whole response: head and body may arrive in two packets."""
+    """Send a request, and read its whole response. Head and body may arrive in two packets."""
     connection.sendall(READY)
     received = b""
     while not received.endswith(b"}"):

@@ -1,6 +1,6 @@
-"""A served model with state in slots: clients with common prefixes, preemption, and retries of aborted prompts.
+"""A server of a model with state in slots: clients with common prefixes, preemption, and retries of aborted prompts.
 
-Answers have the tokens of transformers' `generate` for the prompt alone. Programs are traced by Dynamo and not
+Each answer must have the tokens of transformers' `generate` for its prompt alone. Programs are traced by Dynamo and not
 compiled. The server has few KV blocks, and takes snapshots from 32 tokens on.
 """
 
@@ -97,7 +97,9 @@ def abort(server: ServerProcess, prompt: list[int], delay_s: float) -> None:
 
 
 def shared_requests(number: int) -> list[tuple[list[int], int]]:
-    """(prompt, tokens) of one client: prompts with instructions that all clients share, and turns of its own chat."""
+    """(prompt, number of new tokens) of one client. Prompts start with a part of the instructions that all clients
+    share, or with none; each is followed by a longer prompt, as the next turn of a chat.
+    """
     instructions = random_tokens(random.Random(1), 150)
     source, requests = random.Random(100 + number), []
     for _ in range(3):
@@ -112,7 +114,7 @@ def expected(model: str, requests: list[tuple[list[int], int]]) -> list[list[int
     return [answer[:tokens] for answer, (_, tokens) in zip(answers, requests, strict=True)]
 
 
-def test_clients_with_common_prefixes_get_the_tokens_of_their_prompts_alone(
+def test_clients_with_common_prefixes_get_the_tokens_that_they_would_get_alone(
     model: str, hybrid_server: ServerProcess
 ) -> None:
     names = ("num_preemptions_total", "prefix_cache_hits_total")
@@ -123,12 +125,12 @@ def test_clients_with_common_prefixes_get_the_tokens_of_their_prompts_alone(
     for each, received in zip(requests, answers, strict=True):
         assert received == expected(model, each)
     preemptions, hits = (hybrid_server.metric(name) - old for name, old in zip(names, before, strict=True))
-    assert preemptions > 0 and hits > 100, "the test needs both"
+    assert preemptions > 0 and hits > 100, "the test needs preemptions and hits"
     assert hybrid_server.wait_until_idle(10) < 10
 
 
-def test_retries_of_prompts_that_were_aborted_have_right_tokens(model: str, hybrid_server: ServerProcess) -> None:
-    """Some requests are aborted between two chunks of a prompt whose first border is already a snapshot."""
+def test_retries_of_aborted_prompts_get_right_tokens(model: str, hybrid_server: ServerProcess) -> None:
+    """Some requests are aborted between two chunks, when the first border of the prompt already has a snapshot."""
     source = random.Random(7)
     instructions = random_tokens(source, 200)
     prompts = [[*instructions, *random_tokens(source, LONG_PROMPT - 200)] for _ in range(3)]

@@ -61,8 +61,8 @@ NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, 
 
 
 class ExpertWeights(Operands):
-    """The tensors of weights [experts, n, k]: `weight` and `columns` have the dimension of experts, the others have
-    experts * n rows in place of n. The sizes of a dense weight are in elements.
+    """The tensors of weights [experts, n, k]. `weight` and `columns` have a leading dimension of experts. In the shapes
+    of the others, n is experts * n. A dense `weight` has elements instead of bytes: [experts, n, k].
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The Triton kernel of int4 GEMVs with persistent programs, which persistent_gemv.py launches and describes."""
+"""The Triton kernel of the int4 GEMV with persistent programs. persistent_gemv.py launches and describes it."""
 
 # ruff: noqa: SIM108 - branches of Triton read better
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 @ignore_comments
 @triton.jit
 def _load_inputs(pointer, CHUNKS: tl.constexpr, WHOLE: tl.constexpr):
-    """[CHUNKS, 32] consecutive elements in float32, and 0 from the chunk WHOLE on.
+    """[CHUNKS, 32] consecutive elements in float32; chunks from WHOLE on are 0.
 
-    As `_load_row` of scheme_kernel.py, they are loaded by eights.
+    They are loaded eight at a time, as in `_load_row` of scheme_kernel.py.
     """
     chunk = tl.arange(0, CHUNKS)[:, None]
     ptrs = pointer + chunk * 32 + tl.arange(0, 8)[None, :]
@@ -37,7 +37,7 @@ def _load_inputs(pointer, CHUNKS: tl.constexpr, WHOLE: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _load_tile(pointers, mask):
-    """Bytes of rows of the weight, and 0 where `mask` is false. None: no byte needs it."""
+    """Bytes of rows of the weight; 0 where `mask` is false. With mask None, all bytes are loaded."""
     if mask is None:
         codes = tl.load(pointers, eviction_policy="evict_first")
     else:
@@ -51,7 +51,7 @@ def _store_tile(
     out, addend, codes, scales, even, odd, excess, factor, tile,
     ROWS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile by the inputs of even and odd columns, and write ROWS elements of the result."""
+    """Multiply a tile by the inputs of its even and odd columns, and write ROWS elements of the result."""
     low, high = _code_floats(tl.reshape(codes, (codes.shape[0], even.shape[0], 16)), "int4")
     sums = tl.sum(low * even[None, :, :], 2) + tl.sum(high * odd[None, :, :], 2)
     y = tl.sum((sums - excess[None, :]) * scales.to(tl.float32), 1) * factor
@@ -71,12 +71,12 @@ def _persistent_gemv_kernel(
     GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_N: tl.constexpr,
     GATED: tl.constexpr, IS_EARLY: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = BLOCK_BYTES // 16  # of 16 bytes, which a thread converts together
-    WHOLE: tl.constexpr = ROW_BYTES // 16  # chunks of a row; the others are 0
+    CHUNKS: tl.constexpr = BLOCK_BYTES // 16  # of 16 bytes, which one thread converts
+    WHOLE: tl.constexpr = ROW_BYTES // 16  # chunks that a row has; those after it are 0
     HALF: tl.constexpr = BLOCK_N // 2
     ROWS: tl.constexpr = HALF if GATED else BLOCK_N  # of the result, per tile
     tile_row = tl.arange(0, BLOCK_N)
-    if GATED:  # the first half of the tile's rows of the weight are gate rows, the second half their up rows
+    if GATED:  # the first half of a tile are gate rows of the weight, the second half the corresponding up rows
         offset = tile_row % HALF + tile_row // HALF * (n // 2)
     else:
         offset = tile_row
@@ -91,7 +91,7 @@ def _persistent_gemv_kernel(
     first, step = tl.program_id(0), tl.num_programs(0)
     scales = tl.load(scale_ptrs + first * (ROWS * groups))
     loop_first = first
-    if IS_EARLY:  # the first tile waits in registers until the others are done
+    if IS_EARLY:  # the first tile is loaded now, stays in registers, and is multiplied after the others
         early_codes, early_scales = _load_tile(w_ptrs + first * tile_bytes, mask), scales
         loop_first += step
         scales = tl.load(scale_ptrs + tl.minimum(loop_first, tiles - 1) * (ROWS * groups))
@@ -112,7 +112,7 @@ def _persistent_gemv_kernel(
 
     for tile in tl.range(loop_first, tiles, step, num_stages=STAGES):
         codes = _load_tile(w_ptrs + tile * tile_bytes, mask)
-        following = tl.minimum(tile + step, tiles - 1)  # scales are too small for asynchronous copies
+        following = tl.minimum(tile + step, tiles - 1)  # loaded one step ahead: too few bytes for an asynchronous copy
         following_scales = tl.load(scale_ptrs + following * (ROWS * groups))
         _store_tile(out, addend, codes, scales, even, odd, excess, factor, tile, ROWS, GATED)
         scales = following_scales

@@ -6,9 +6,10 @@ row, and converts them in the registers from which the tensor cores read them. T
 a program writes x to shared memory in the same order. Each step is in one group, and its sums are multiplied by the
 group's scale, so values are exact.
 
-With tiles of FRAGMENT_GEMM_TILES the codes of the weight are in another order (`fragment_order`), in which values have
-the columns of x. x then goes from its asynchronous copy to the tensor cores. If scales also multiply the values, the
-tensor cores add all steps to the same sums, so values of the next instruction are made while one runs.
+FRAGMENT_GEMM_TILES need a weight whose codes are stored in another order (`fragment_order`). The converted values then
+have the column order of x, so the tensor cores read x where its asynchronous copy has written it. If the scales also
+multiply the values instead of the sums, the tensor cores add all steps to the same sums. The values of the next
+instruction are then made while the current one runs.
 
 Weights must have no zero points, and groups of a multiple of 128 columns. The columns of a weight with few rows are
 split among programs, whose sums a second kernel adds in a fixed order.
@@ -36,11 +37,12 @@ GEMM = Kernel("tcdeploy.kernels.linear.register_gemm_kernel", "_register_gemm_ke
 
 
 def fragment_order(weight: Tensor) -> Tensor:
-    """A weight of int4 codes, uint8 [n, k / 2], with the codes of 32 columns in the order of the tensor cores.
+    """A weight of int4 codes, uint8 [n, k / 2], with the codes of each 32 columns in the order of the tensor cores.
 
-    Of 8 i + 2 t and the column after it, for i and t below 4, word t has the codes in its bits 4 i and 4 i + 16.
+    These are four 32-bit words. For i and t from 0 to 3, word t has the code of column 8 i + 2 t from bit 4 i on, and
+    that of column 8 i + 2 t + 1 from bit 4 i + 16 on.
     """
-    codes = unpack_nibbles(weight).unflatten(1, (-1, 4, 4, 2))  # n, 32s, i, t, column % 2
+    codes = unpack_nibbles(weight).unflatten(1, (-1, 4, 4, 2))  # n, 32 columns, i, t, column % 2
     return pack_nibbles(codes.permute(0, 1, 3, 4, 2).flatten(1))
 
 

@@ -26,9 +26,10 @@ def _weight_tile(words, DTYPE: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _fragment_tile(words, scales, DTYPE: tl.constexpr):
-    """The values [n, k] of words [n, k / 8] in the order of fragments (register_gemm.py), times `scales` [n]."""
+    """The values [n, k] of words [n, k / 8] in the order of register_gemm.py's `fragment_order`, times `scales` [n]."""
     values = _fragment_values(words, scales, DTYPE)
-    values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))  # n, 32s, t, second, pair // 2, pair
+    # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `fragment_order`
+    values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))
     return tl.reshape(tl.permute(values, (0, 1, 4, 5, 2, 3)), (words.shape[0], 8 * words.shape[1]))
 
 
@@ -90,7 +91,7 @@ def _register_gemm_kernel(
             words = tl.load(w_ptrs + column // 8)
             inputs = tl.load(x_ptrs + column, mask=x_mask, other=0.0)
             if group_scale is not None:
-                # In the order of fragments, Triton loads the scales of this step in the layout of the tensor cores.
+                # With FRAGMENTS, this step's scales are used: Triton loads them in the layout of the tensor cores.
                 following = first + column if FRAGMENTS else tl.minimum(first + column + BLOCK_K, k - 1)
                 following_scales = tl.load(group_scale + w_row * groups + following // GROUP)
                 scales = following_scales if FRAGMENTS else scales

@@ -73,9 +73,9 @@ def _pairs_ptx(format: str, dtype: str) -> str:
 
 
 def _fragments_ptx(dtype: str, has_scale: bool) -> str:
-    """PTX: the values of the pairs of codes i and i + 4 of a word ($4), i = 0 to 3, in one register each ($0 to $3).
+    """PTX: the values of codes i and i + 4 of a word ($4), for i from 0 to 3, as a pair in the register $i.
 
-    $5: -8 - base, twice, in the same dtype. $6, if has_scale: a factor of the values, twice.
+    $5: a pair of -8 - base in the same dtype. $6, if has_scale: a pair of the factor of the values.
     """
     base, unit = {"bf16": (0x43004300, 0x3F803F80), "f16": (0x64006400, 0x3C003C00)}[dtype]
     lines = [f".reg .b32 second, third, fourth, unit; mov.b32 unit, {unit:#x};"]
@@ -238,7 +238,7 @@ def _word_values(words, DTYPE: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _plain_fragment(words, i: tl.constexpr, DTYPE: tl.constexpr):
-    """[..., 2]: the int4 values of codes i and i + 4 of words."""
+    """The int4 values of codes i and i + 4 of words: [..., 2]."""
     codes = tl.join(words >> 4 * i, words >> 4 * i + 16) & 15
     return (codes.to(tl.float32) - 8.0).to(DTYPE)
 

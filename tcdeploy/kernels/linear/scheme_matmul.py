@@ -9,7 +9,8 @@
 - 9 to 32 rows of int4 without zero points, in groups of 128 or more, where it is faster and no SwiGLU follows
   (register_gemm.py): the weight is the first operand of larger tensor-core instructions. A step has one group, whose
   scale multiplies its sums.
-- One row of int4 without zero points, only if its tile is given (persistent_gemv.py): persistent programs.
+- One row of int4 without zero points, in groups of a multiple of 128 (persistent_gemv.py): persistent programs. Used
+  only if the caller passes a tile, since it is not timed yet.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.

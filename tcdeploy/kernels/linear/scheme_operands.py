@@ -16,7 +16,7 @@ FORMATS = {  # how the kernels make values of a scheme's bytes
     fp8_scheme.CHANNEL_NAME: "fp8", fp8_scheme.BLOCK_NAME: "fp8", int8_scheme.NAME: "int8",
     fp4_scheme.MXFP4_NAME: "e2m1", fp4_scheme.NVFP4_NAME: "e2m1", **dict.fromkeys(int4_scheme.NAMES, "int4"),
 }  # fmt: skip
-TWO_PER_BYTE = ("int4", "e2m1")
+TWO_PER_BYTE = ("int4", "e2m1")  # formats with two columns in a byte
 
 
 class Operands(NamedTuple):
@@ -53,7 +53,7 @@ def _suffixes(scheme: str) -> tuple[str, ...]:
 
 
 def operands(scheme: str, tensors: Sequence[Tensor]) -> Operands:
-    """The tensors of a weight in a scheme of FORMATS, in the scheme's order, by their use. Each product calls it."""
+    """Operands from the tensors of a weight, in the order of `scheme`, one of FORMATS. Called for each product."""
     by_suffix = dict(zip(_suffixes(scheme), tensors, strict=True))
     weight, scale, zero = by_suffix["weight"], by_suffix["weight_scale"], by_suffix.get("weight_zero_point")
     columns, kind = by_suffix.get("columns"), FORMATS[scheme]

@@ -32,7 +32,7 @@ class SchemeGemvTile(NamedTuple):
 
 
 class PersistentGemvTile(NamedTuple):
-    """The shape of a GEMV program that computes many tiles: rows of the weight, and programs that share an SM."""
+    """The shape of a persistent GEMV program, which computes many tiles of `block_n` rows of the weight."""
 
     name: str
     block_n: int
@@ -75,7 +75,7 @@ class RegisterGemmTile(NamedTuple):
     fragments: bool = False  # the codes of the weight are in the order of `fragment_order`
     scales_values: bool = False  # scales multiply the values, in x's dtype, instead of the sums
     max_registers: int | None = None  # per thread
-    unroll: int = 1  # steps of 128 columns between two barriers, if they divide the columns
+    unroll: int = 1  # steps of 128 columns between two barriers; fewer if the number of steps is not a multiple
 
 
 Tile: TypeAlias = SchemeGemvTile | PersistentGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
@@ -84,7 +84,7 @@ SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
     SchemeGemvTile("n2_b2048", 2, 2048, 4),
     SchemeGemvTile("n8_b2048", 8, 2048, 4),
-    # Not timed yet:
+    # Not timed yet, so the heuristics do not choose them:
     SchemeGemvTile("n16_b2048", 16, 2048, 4),
     SchemeGemvTile("n16_b1024", 16, 1024, 4),
     SchemeGemvTile("n8_b1024", 8, 1024, 2),
@@ -124,7 +124,7 @@ REGISTER_GEMM_TILES = (
     RegisterGemmTile("r128_s8", 128, 8, 8, 3),
 )
 R64_S4, R128, R128_S8 = range(len(REGISTER_GEMM_TILES))
-FRAGMENT_GEMM_TILES = (  # not timed yet, and no checkpoint is converted to their order
+FRAGMENT_GEMM_TILES = (  # not timed yet; no weight of a model is converted to `fragment_order`
     RegisterGemmTile("f64", 64, 1, 4, 4, True),
     RegisterGemmTile("f64_s4", 64, 4, 4, 4, True),
     RegisterGemmTile("f64_s8", 64, 8, 4, 4, True),

@@ -1,7 +1,8 @@
 """The mechanism of lightning attention, as in MiniMax-01: linear attention with a fixed decay for each head.
 
-It is the recurrence of Mamba-2 with a time step of 1 and without the term d * v, so it uses the same op. It calls the
-module's own projections, norm and gate. Modules are recognised by their attributes, as in gated_delta_net.py.
+Lightning attention is the recurrence of Mamba-2 with a time step of 1 and without the term d * v, so the op `mamba2`
+computes it. The mechanism calls the module's own projections, norm and gate. Modules are recognised by their
+attributes, as in gated_delta_net.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The mechanism of Mamba-1 mixers, as in Mamba, Falcon Mamba, Jamba and Zamba.
 
 It calls the module's own projections and norms; the convolution and the scan are ops. Modules are recognised by their
-attributes, as in gated_delta_net.py. In Zamba, each head of channels has matrices of its own for dt, B and C.
+attributes, as in gated_delta_net.py. In Zamba, channels are divided into heads, and each head has its own projections
+to dt, B and C.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ ATTRIBUTES = (
     "ssm_state_size", "intermediate_size", "conv_kernel_size", "time_step_rank", "activation", "conv1d", "in_proj",
     "out_proj", "A_log", "D",
 )  # fmt: skip
-LINEAR = ("x_proj", "dt_proj")
-BY_HEAD = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias")  # Zamba
+LINEAR = ("x_proj", "dt_proj")  # projections to dt, B and C
+BY_HEAD = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias")  # the same per head, in Zamba
 NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # Falcon Mamba and Jamba
 
 
@@ -47,7 +48,7 @@ class MambaMechanism(Mechanism):
     def forward(
         self, module: Any, state: tuple[Tensor, ...], metadata: AttentionMetadata, hidden_states: Tensor, **_: Any
     ) -> Tensor:
-        """hidden_states [1, tokens, hidden] -> the same."""
+        """hidden_states [1, tokens, hidden] -> [1, tokens, hidden]."""
         conv, ssm = state
         sequences, by_head = sequences_of(metadata), hasattr(module, BY_HEAD[0])
         projected = module.in_proj(hidden_states)[0]

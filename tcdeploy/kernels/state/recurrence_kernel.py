@@ -104,7 +104,7 @@ def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: 
 @ignore_comments
 @triton.jit
 def _load_part(start, rows, row_mask, stride, part, KEY_DIM: tl.constexpr, PART: tl.constexpr):
-    """Columns from `part` on [rows, PART] in float32; masked rows and columns are zero."""
+    """PART columns from column `part` on: [rows, PART] in float32. Masked rows and columns are zero."""
     columns = part + tl.arange(0, PART)
     mask = row_mask[:, None] & (columns < KEY_DIM)[None, :]
     return tl.load(start + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0).to(tl.float32)
@@ -113,7 +113,9 @@ def _load_part(start, rows, row_mask, stride, part, KEY_DIM: tl.constexpr, PART:
 @ignore_comments
 @triton.jit
 def _joins(i, level):
-    """[i, i]: the rows of the second and the columns of the first block of each pair of blocks of 2**level tokens."""
+    """A mask [i, i] of the products of token i with token j, if they are in a pair of blocks of 2**level tokens: token
+    i in the second block, and token j in the first.
+    """
     block = i >> level
     return (block[:, None] == block[None, :] + 1) & (block % 2 == 1)[:, None]
 
@@ -125,7 +127,7 @@ def _products_by_head(
     KEY_DIM: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(q[i] k[j]) G[i] / G[j] and, with DELTA, (k[i] k[j]) G[i] / G[j] [CHUNK, CHUNK], for j <= i; else 0."""
+    """Two tensors [CHUNK, CHUNK]: (q[i] k[j]) G[i] / G[j] and, with DELTA, (k[i] k[j]) G[i] / G[j]; 0 for j > i."""
     products, squares = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     q_sum, k_sum = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
     for part in range(0, KEYS, PART):
@@ -153,7 +155,7 @@ def _products_by_channel(
     KEY_DIM: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_products_by_head`, with a decay per channel; the second product only for j < i. Stores log(G).
+    """As `_products_by_head`, with a decay per channel. The second tensor is 0 for j = i too. Stores log(G).
 
     G[i] / G[j] cannot be factored out of the products, and 1 / G[j] could overflow. For each pair of neighbouring
     blocks of 1, 2, 4, ... tokens, token i of the second block is therefore scaled by the decays from the border between
@@ -169,7 +171,7 @@ def _products_by_channel(
         dt = _time_step(x + bias[None, :], min_dt, max_dt)
         total = tl.cumsum(tl.where(mask[:, None], -rate * dt, 0), 0)
         tl.store(totals + i[:, None] * KEYS + column[None, :], total)
-        tl.debug_barrier()  # other threads read it
+        tl.debug_barrier()  # before other threads read it
         q = _load_part(queries, token, mask, stride, part, KEY_DIM, PART)
         k = _load_part(keys, token, mask, stride, part, KEY_DIM, PART)
         q_sum += tl.sum(q * q, 1)
@@ -257,7 +259,7 @@ def _solve_kernel(
 @ignore_comments
 @triton.jit
 def _decays_to_end(total):
-    """The decays from each token to the last one, and from the state to the last token; total [tokens, ...]."""
+    """The decays from each token to the last one, and of the state up to the last one. total: log(G) [tokens, ...]."""
     last = tl.min(total, 0)  # log(G) of the last token: log decays are not positive
     return tl.exp(last - total), tl.exp(last)
 
@@ -265,7 +267,7 @@ def _decays_to_end(total):
 @ignore_comments
 @triton.jit
 def _store_zeros(results, start, end, value_mask, stride, CHUNK: tl.constexpr, VALUES: tl.constexpr):
-    """The outputs of the tokens [start, end), which are padding."""
+    """Write zeros as the outputs of the padding tokens [start, end)."""
     for first in range(start, end, CHUNK):
         token = first + tl.arange(0, CHUNK)
         cells = results + token.to(tl.int64)[:, None] * stride
@@ -346,7 +348,7 @@ def _scan_kernel(
             result += tl.load(d + head).to(tl.float32) * v
         cells = results + token.to(tl.int64)[:, None] * (HEADS * VALUE_DIM)
         tl.store(cells, result.to(out.dtype.element_ty), mask=v_mask)
-        if BY_CHANNEL:  # k is read again, because the registers do not suffice to keep it beside `total`
+        if BY_CHANNEL:  # k is read again: there are too few registers to keep it beside `total`
             k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
             remaining, last_grown = _decays_to_end(total)
             last_grown = last_grown[:, None]

@@ -6,9 +6,9 @@ its output is read from h:
     h = exp(-exp(a_log) * dt) * h + dt * x * b          dt is softplus of the op's argument
     out = c h + d * x
 
-Each element of h has its own decay, so a chunk of tokens is no GEMM, unlike in Mamba-2 (recurrence.py). On a CPU the op
-computes one token after the other in plain torch. On a GPU, a program of one kernel walks through a sequence with h of
-some channels in registers; a decode row is a sequence of one token.
+Each element of h has its own decay, so GEMMs cannot compute a chunk of tokens, unlike in Mamba-2 (recurrence.py). On a
+CPU the op computes one token after the other in plain torch. On a GPU it is one kernel. A program walks through a
+sequence with h of some channels in registers; a decode row is a sequence of one token.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def selective_scan(
 ) -> Tensor:  # fmt: skip
     """The outputs [tokens, channels] of x [tokens, channels].
 
-    dt [tokens, channels], before softplus; b and c [tokens, heads * state_size], each head shared by consecutive
-    channels; a_log [channels, state_size]; d [channels]. state [slots, channels, state_size] float32 is updated in
-    place. The others are those of `Sequences`. x, dt, b and c must be contiguous only in their last dimension. The
-    result is contiguous, and zero in padding rows.
+    dt [tokens, channels], before softplus; b and c [tokens, heads * state_size], each head for channels / heads
+    consecutive channels; a_log [channels, state_size]; d [channels]. state [slots, channels, state_size] float32 is
+    updated in place. The other arguments are those of `Sequences`. The last dimension of x, dt, b and c must be
+    contiguous. The result is contiguous, and zero in padding rows. Raises ValueError if shapes do not fit together.
     """
     _check_shapes(x, dt, b, c, a_log, d, state)
     assert all(tensor.stride(-1) == 1 for tensor in (x, dt, b, c))
@@ -54,13 +54,13 @@ def _(
 
 
 def _check_shapes(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, d: Tensor, state: Tensor) -> None:
-    """Raise ValueError unless they fit together. The fake calls it too, so that the probe refuses such a model."""
+    """Raise ValueError if shapes do not fit together. The fake calls it too, so the probe refuses such a model."""
     _, channels, state_size = state.shape
     heads = b.shape[1] // state_size
     fits = x.shape == dt.shape and b.shape == c.shape and x.shape[1:] == d.shape == (channels,)
     if not fits or a_log.shape != state.shape[1:] or b.shape[1] != heads * state_size or channels % heads:
         shapes = [tuple(tensor.shape[-2:]) for tensor in (x, dt, b, c, a_log, d, state)]
-        raise ValueError(f"x, dt, b, c, a_log, d and the state of a selective scan have the shapes {shapes}")
+        raise ValueError(f"shapes of a selective scan do not fit together: x, dt, b, c, a_log, d, state have {shapes}")
 
 
 def compute_plainly(
@@ -70,7 +70,7 @@ def compute_plainly(
     _, channels, state_size = state.shape
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     rates, values, steps = -a_log.float().exp(), x.float(), functional.softplus(dt.float())
-    # [tokens, channels, state_size]
+    # [tokens, heads, channels / heads, state_size]
     keys, queries = (
         states.float().unflatten(1, (-1, 1, state_size)).expand(-1, -1, channels * state_size // b.shape[1], -1)
         for states in (b, c)

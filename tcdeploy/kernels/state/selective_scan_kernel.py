@@ -20,9 +20,9 @@ def _selective_scan_kernel(
 ):  # fmt: skip
     """One program computes CHANNELS channels of one head, for all tokens of a sequence.
 
-    With IS_ROWS, sequences are decode rows, and in a mixed step rows from starts[1] on have no token. Without, padding
-    tokens form an additional sequence, whose output is zero. With HAS_ROWS, the first sequence has the tokens of decode
-    rows, whose outputs are not written.
+    With IS_ROWS, sequences are decode rows; in a mixed step, rows from starts[1] on have no token. Without IS_ROWS,
+    padding tokens form an additional sequence, whose output is zero. With HAS_ROWS, the first sequence consists of the
+    tokens of decode rows. This launch does not compute it; the one with IS_ROWS does.
     """
     sequence = tl.program_id(1)
     if IS_ROWS:

@@ -1,12 +1,12 @@
 """Makes attention modules that do not use transformers' AttentionInterface call its functions.
 
-Such modules compute attention in their own code. The projections of older models are followed by a method
-`_attn(query, key, value, attention_mask)`, which `METHODS` replaces. In Falcon and XGLM attention is a part of
-`forward`, which `FORWARDS` computes with the module's own projections. With the implementations "eager" and "sdpa", as
-in the reference of the parity check, a module runs its own code.
+Such modules compute attention in their own code. The modules in `METHODS` do so in a method `_attn(query, key, value,
+attention_mask)`, which is replaced. Falcon and XGLM do so in `forward`; the functions in `FORWARDS` replace it, and
+call the module's own projections. With the implementations "eager" and "sdpa", as in the reference of the parity check,
+a module runs its own code.
 
-The implementation of other models with attention of their own is set as well, so their modules get no causal mask. The
-probe refuses them, because they never call the function.
+The implementation is also set in other models that do not use the interface. Their modules get no causal mask then, but
+the probe refuses such models, because they never call the attention function.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tcdeploy.torch_compat.transformers.attention_setting import (
     uses_interface,
 )
 
-EAGER, OWN_CODE = "eager", ("eager", "sdpa")
-ATTRIBUTE = "tcdeploy_interface"  # of a module whose method or forward is replaced
+EAGER, OWN_CODE = "eager", ("eager", "sdpa")  # OWN_CODE: implementations with which modules run their own code
+ATTRIBUTE = "tcdeploy_interface"  # holds the Interface of a module whose `_attn` or `forward` is replaced
 
 
 class Interface(NamedTuple):
-    """config: of the model, whose implementation changes. scaling and window: of the module's scores."""
+    """What a module passes to the attention function."""
 
-    config: Any
-    scaling: float
-    window: int | None = None
+    config: Any  # of the model; it names the current implementation
+    scaling: float  # factor of the scores
+    window: int | None = None  # tokens that a query attends to; None: all
     transposed_keys: bool = False  # `_attn` gets keys as [batch, heads, head_dim, tokens]
 
 
@@ -65,9 +65,9 @@ METHODS: dict[str, Callable[[Any, Any], Interface]] = {
 
 
 def with_interface(model_class: Any, implementation: str, build: Callable[[str], Any]) -> Any:
-    """The model that `build` makes with an attention implementation, so that it uses `implementation`.
+    """Build a model that uses the attention implementation `implementation`.
 
-    `model_class`: the class of the model; None if it comes from a repository.
+    `build` makes the model with an implementation. `model_class`: its class; None if that comes from a repository.
     """
     if uses_interface(model_class):
         return build(implementation)
@@ -75,7 +75,7 @@ def with_interface(model_class: Any, implementation: str, build: Callable[[str],
     use_interface(model)
     try:
         model.set_attn_implementation(implementation)
-    except ValueError:  # "sdpa", of a model that has eager attention only
+    except ValueError:  # "sdpa" for a model that has only eager attention
         model.set_attn_implementation(EAGER)
     return model
 
@@ -95,7 +95,7 @@ def use_interface(model: Any) -> None:
 
 
 def _attn(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any) -> Any:
-    """In place of the module's method: query and value [batch, heads, tokens, head_dim] -> the same, and None."""
+    """Replaces the module's `_attn`. query, value and the first result: [batch, heads, tokens, head_dim]."""
     interface: Interface = module.tcdeploy_interface
     if implementation_of(interface.config) in OWN_CODE:
         return call_own_method(module, query, key, value, attention_mask, *args)
@@ -105,7 +105,10 @@ def _attn(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any) -> Tensor:
-    """[batch, heads, tokens, head_dim]. Rotary factors in float32 make queries and keys float32 too."""
+    """The output of the attention function: [batch, heads, tokens, head_dim].
+
+    Queries and keys are cast to the dtype of values, because rotary factors in float32 make them float32.
+    """
     interface: Interface = module.tcdeploy_interface
     function = ALL_ATTENTION_FUNCTIONS[implementation_of(interface.config)]
     out: Tensor = function(

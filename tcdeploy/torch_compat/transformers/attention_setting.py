@@ -1,7 +1,7 @@
-"""The attention implementation of a model, and of modules that compute attention in a method `_attn`.
+"""Sets the attention implementation of models that do not use transformers' AttentionInterface.
 
-transformers does not set the implementation of a model whose modelling file does not use its AttentionInterface.
-models/convert/attention_interface.py makes modules of such models use the interface.
+transformers does not set it if the modelling file of a model does not use the interface. Modules of such models are
+made to use it by models/convert/attention_interface.py, which replaces, for example, their method `_attn`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ def supported() -> bool:
 
 
 def uses_interface(model_class: Any) -> bool:
-    """Whether a class of transformers, or code from a repository (None), can have any attention implementation."""
+    """Whether transformers sets any attention implementation in models of the class.
+
+    True for code from a repository (None), and if transformers' check is missing (`supported`).
+    """
     return model_class is None or not supported() or bool(model_class._can_set_attn_implementation())
 
 
 def allow_setting(model: Any) -> None:
-    """Let `model.set_attn_implementation` have an effect."""
+    """Make `model.set_attn_implementation` set any implementation."""
     model._can_set_attn_implementation = _yes
 
 
@@ -45,7 +48,7 @@ def replace_method(module: Any, method: Callable[..., Any]) -> None:
 
 
 def call_own_method(module: Any, *args: Any) -> Any:
-    """What the `_attn` of the module's class returns."""
+    """Call the `_attn` of the module's class, although `replace_method` replaced that of the module."""
     return type(module)._attn(module, *args)
 
 

@@ -92,8 +92,9 @@ class Connection(_Base):
             self._send_rejection(self._rejection)
 
     def drain(self) -> None:
-        """Close the connection after its next response, or now if it is idle after one. A new connection, whose first
-        request may be on its way, stays open for that request.
+        """Close the connection after its next response, or now if it is idle after a response.
+
+        A new connection stays open for its first request, which may be on its way.
         """
         self._is_draining, self._keeps_alive = True, False
         waits = self.cycle is None or (self.cycle.response_complete and self._has_partial_request)

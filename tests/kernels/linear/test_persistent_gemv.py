@@ -32,7 +32,7 @@ from tests.triton_tools import (
 
 __all__ = ["device"]
 
-SERVED = {  # schemes, and the columns of a group of 1,024
+SERVED = {  # schemes, and the columns of a group
     "groups of 128": ("int4_bfloat16", 128),
     "groups of 256": ("int4_float16", 256),
     "permuted": ("int4_float32_permuted", 128),
@@ -52,7 +52,7 @@ def served_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_form_agrees_and_writes_only_its_row(
     tile: PersistentGemvTile, form: str, k: int, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
-    """The last programs have fewer tiles than the others. A block has 2,048 columns if a row has 1,536."""
+    """On a GPU, the last programs have fewer tiles than the others. A row of 1,536 columns is padded to 2,048."""
     x, tensors, extras = product("groups of 128", 1, form, device=device, n=224, k=k)
     y = run("groups of 128", x, tensors, extras, tile=tile)
     assert_agrees(y, reference("groups of 128", x, tensors, extras))
@@ -61,7 +61,7 @@ def test_each_form_agrees_and_writes_only_its_row(
 
 @pytest.mark.parametrize("k", [1024, 1536])
 def test_the_norm_divides_by_the_mean_square_of_the_row(k: int, device: str) -> None:
-    """Unlike those of other tests, the squares are not small beside eps."""
+    """Unlike in other tests, the mean square is not small compared with eps."""
     x, tensors, extras = product("groups of 128", 1, "normed and gated", device=device, n=64, k=k)
     x = x * 4 / x.std()
     extras["norm"] = extras["norm"] / k**0.5
@@ -108,9 +108,9 @@ def test_weights_that_the_kernel_serves(case: str, k: int, name: str, served: bo
     assert is_supported(weight, next(tile for tile in PERSISTENT_GEMV_TILES if tile.name == name)) == served
 
 
-@pytest.mark.parametrize(("tiles", "most", "expected_programs"), [(512, 528, 512), (3584, 528, 512), (768, 528, 384)])
-def test_programs_have_equal_shares(tiles: int, most: int, expected_programs: int) -> None:
-    assert programs(tiles, most) == expected_programs
+@pytest.mark.parametrize(("tiles", "max_programs", "count"), [(512, 528, 512), (3584, 528, 512), (768, 528, 384)])
+def test_programs_have_equal_shares(tiles: int, max_programs: int, count: int) -> None:
+    assert programs(tiles, max_programs) == count
 
 
 @each_tile

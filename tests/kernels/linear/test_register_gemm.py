@@ -84,7 +84,7 @@ def test_each_form_agrees_and_writes_only_its_rows(
 def test_weights_in_the_order_of_fragments_agree(
     tile: RegisterGemmTile, form: str, rows: int, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
-    """1,024 columns have four parts of an even number of steps."""
+    """1,024 columns are split into up to four parts, each with an even number of steps."""
     x, tensors, extras = product("groups of 128", rows, form, device=device, n=160, k=1024)
     y = run("groups of 128", x, [fragment_order(tensors[0]), *tensors[1:]], extras, tile=tile)
     assert_product_agrees("groups of 128", y, x, tensors, extras, tile)
@@ -97,7 +97,7 @@ def test_groups_of_any_width_agree_in_the_order_of_fragments(case: str, name: st
     x, tensors, extras = product(case, 19, "added", torch.float16, device, n=64, k=768)
     tile = FRAGMENT_TILES[name]
     if case != "by row" and tile.scales_values and tensors[1].dtype != x.dtype:
-        tensors[1] = tensors[1].to(x.dtype).to(tensors[1].dtype)  # such scales are rounded to x's dtype
+        tensors[1] = tensors[1].to(x.dtype).to(tensors[1].dtype)  # the kernel rounds these scales to x's dtype
     y = run(case, x, [fragment_order(tensors[0]), *tensors[1:]], extras, tile=tile)
     assert_product_agrees(case, y, x, tensors, extras, tile)
 
@@ -181,9 +181,9 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
 def test_values_in_the_order_of_fragments_stay_in_registers(
     name: str, form: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """x is copied to the shared memory from which the tensor cores read it. Tiles for few rows exceed the registers."""
+    """x is copied to the shared memory from which the tensor cores read it."""
     if rows > 64 and "v" not in name or rows > 16 and name == "f128w4":
-        pytest.skip("not a tile for so many rows")
+        pytest.skip("with so many rows, the tile exceeds the registers")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     x, tensors, extras = product("groups of 128", rows, form, n=512, k=4096)
@@ -193,7 +193,7 @@ def test_values_in_the_order_of_fragments_stay_in_registers(
     instructions = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
     assert instructions and set(instructions) == {"{"}
     assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx
-    assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "neither operand is written to shared memory again"
+    assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "no operand is written back to shared memory"
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
     assert spilled_bytes(ptx, tmp_path) == 0
 
@@ -221,7 +221,7 @@ def test_ptx_and_the_plain_form_make_the_same_values(dtype: torch.dtype) -> None
 
 @triton.jit
 def both_fragment_forms_kernel(out, words, scales):
-    """As `both_forms_kernel`, in the order of fragments; then both forms again, times the scales of the words."""
+    """As `both_forms_kernel`, in the order of fragments: both forms without scales, and then with a scale per word."""
     codes, factors = tl.load(words + tl.arange(0, 256)[:, None]), tl.load(scales + tl.arange(0, 256))
     offsets, DTYPE = tl.arange(0, 2048), out.dtype.element_ty
     first, second = _plain_fragment(codes, 0, DTYPE), _plain_fragment(codes, 1, DTYPE)
@@ -256,7 +256,7 @@ def test_real_shapes_agree_in_the_order_of_fragments_on_a_gpu(tile: RegisterGemm
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [9, 32])
 def test_gated_products_of_real_shapes_agree_on_a_gpu(rows: int) -> None:
-    """With the tile that the heuristics choose only without SwiGLU."""
+    """With a tile that the heuristics choose only for products without SwiGLU."""
     x, tensors, extras = product("groups of 128", rows, "gated", device="cuda", n=28672, k=4096)
     y = run("groups of 128", x, tensors, extras, tile=REGISTER_GEMM_TILES[R128])
     assert_agrees(y, reference("groups of 128", x, tensors, extras))

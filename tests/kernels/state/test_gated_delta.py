@@ -179,7 +179,7 @@ def test_opcheck(name: str, shape: str) -> None:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, by_channel: bool, dtype: torch.dtype) -> list[Launch]:
-    """Launches of a step with prompts and rows, for heads of 128 columns."""
+    """The launches of a step with prompts and decode rows, for heads of 128 channels."""
     tensors = make_tensors(CASES["mixed"], Shape(4, 2, 128, 128, by_channel), dtype, "cpu")
     launches = record_launches(monkeypatch)
     recurrence.launch(make_inputs(*tensors), tensors[-1], CASES["mixed"].sequences("cpu"))
@@ -189,7 +189,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, by_channel: bool, dtype: torch.dty
 
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, by_channel: bool) -> None:
-    """In float32. Programs of 16-bit models need less."""
+    """In float32, which needs the most."""
     for launch in recorded(monkeypatch, by_channel, torch.float32):
         assert shared_memory_on_hopper(launch) <= HOPPER_SHARED_BYTES
 
@@ -198,7 +198,7 @@ def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest
 def test_programs_for_published_heads_spill_few_registers(
     monkeypatch: pytest.MonkeyPatch, by_channel: bool, tmp_path: Path
 ) -> None:
-    """Bytes per thread, stored and loaded. With all channels at once, KDA's solving kernel would spill 2,400."""
+    """Spilled bytes per thread are stores plus loads. With all channels at once, KDA's solve kernel spilled 2,400."""
     spilled = {}
     for launch in recorded(monkeypatch, by_channel, torch.bfloat16):
         ptx = compile_for_hopper(launch, runs_ptxas=False).asm["ptx"]

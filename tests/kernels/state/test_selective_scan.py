@@ -103,5 +103,5 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     case = CASES["rows"]
     *inputs, state = make_tensors(case, SHAPES["one head"], torch.float32, "cpu")
     inputs[2] = inputs[2][:, :-1]
-    with pytest.raises(ValueError, match="a selective scan have the shapes"):
+    with pytest.raises(ValueError, match="shapes of a selective scan do not fit"):
         selective_scan(*inputs, state, *case.sequences("cpu"))
