@@ -6,11 +6,13 @@ contain NaN too.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.kernels.state.sequences import Sequences
@@ -114,6 +116,21 @@ def assert_slots_kept(state: Tensor, before: Tensor, case: StepCase) -> None:
     assert torch.equal(state[kept], before[kept])
 
 
+Run: TypeAlias = "Callable[[Sequence[Tensor], Sequences], Tensor]"  # of tensors whose last is the state
+
+
+def assert_computes(
+    run: Run, expected: Callable[..., tuple[Tensor, Tensor]], case: StepCase, tensors: Sequence[Tensor], atol: float
+) -> None:
+    """`run` returns what `expected` computes of each sequence alone, leaves the same state, and keeps other slots."""
+    state = tensors[-1]
+    before = state.clone()
+    out, after = expected(case, *tensors)
+    assert_close(run(tensors, case.sequences(state.device.type)), out, atol=atol, rtol=1e-4)
+    assert_close(state, after, equal_nan=True, atol=atol, rtol=1e-4)
+    assert_slots_kept(state, before, case)
+
+
 def relative_error(values: Tensor, expected: Tensor) -> float:
     """The norm of the difference as a share of that of `expected`. NaN must be in the same places."""
     assert torch.equal(values.isnan(), expected.isnan())
@@ -121,8 +138,13 @@ def relative_error(values: Tensor, expected: Tensor) -> float:
     return float(difference.norm() / expected.double().nan_to_num().norm())
 
 
-def assert_bfloat16_agrees(result: Tensor, out: Tensor, state: Tensor, after: Tensor) -> None:
-    """Triton's interpreter truncates to bfloat16."""
+def assert_bfloat16_agrees(
+    run: Run, expected: Callable[..., tuple[Tensor, Tensor]], case: StepCase, tensors: Sequence[Tensor]
+) -> None:
+    """As `assert_computes`, with the limits of bfloat16: Triton's interpreter truncates to it."""
+    state = tensors[-1]
+    out, after = expected(case, *tensors)
+    result = run(tensors, case.sequences(state.device.type))
     assert result.dtype == torch.bfloat16
     error, state_error = relative_error(result, out), relative_error(state, after)
     assert error < 5e-3 and state_error < 1e-3, (error, state_error)

@@ -6,6 +6,7 @@ Each sequence is compared alone. KDA has a decay for each channel of the keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from tests.kernels.state.step_cases import (
     NUM_SLOTS,
     StepCase,
     assert_bfloat16_agrees,
-    assert_slots_kept,
+    assert_computes,
     fill_slots,
 )
 from tests.triton_tools import (
@@ -109,13 +110,8 @@ def test_each_form_computes_each_sequence_alone(
     monkeypatch.setattr(recurrence, "SCAN_VALUES", 16)  # several programs, and a partial one
     monkeypatch.setattr(recurrence, "SOLVE_KEYS", 16)  # several parts of the keys, and a partial one
     case = CASES[name]
-    inputs = make_tensors(case, SHAPES[shape], torch.float32, device)
-    before = inputs[-1].clone()
-    out, after = expected(case, *inputs)
-    result = run(form, inputs, case.sequences(device))
-    assert_close(result, out, atol=2e-5, rtol=1e-4)
-    assert_close(inputs[-1], after, equal_nan=True, atol=2e-5, rtol=1e-4)
-    assert_slots_kept(inputs[-1], before, case)
+    tensors = make_tensors(case, SHAPES[shape], torch.float32, device)
+    assert_computes(partial(run, form), expected, case, tensors, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", COMPUTE)
@@ -164,10 +160,8 @@ def test_equal_keys_without_decay_lose_no_accuracy(form: str, shape: str, device
 def test_bfloat16(form: str, shape: str, name: str, device: str) -> None:
     """Sums are float32; a GPU rounds operands to TF32."""
     case = CASES[name]
-    inputs = make_tensors(case, SHAPES[shape], torch.bfloat16, device)
-    out, after = expected(case, *inputs)
-    result = run(form, inputs, case.sequences(device))
-    assert_bfloat16_agrees(result, out, inputs[-1], after)
+    tensors = make_tensors(case, SHAPES[shape], torch.bfloat16, device)
+    assert_bfloat16_agrees(partial(run, form), expected, case, tensors)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "by channel"])
