@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,13 @@ def read_gpu_description(name_or_file: str) -> GPUDescription:
     path = Path(name_or_file) if is_file else FOLDER / f"{name_or_file}.json"
     command = "tcdeploy doctor --describe-gpu > GPU.json"
     hint = f"known GPUs are {', '.join(gpu_names())}; for another one, run this on its machine: {command}"
-    if not path.is_file():
-        message = f"the file {path} does not exist" if is_file else f"no GPU is called {name_or_file!r}"
-        raise UsageError(message, hint)
+    if not is_file and name_or_file not in gpu_names():
+        raise UsageError(f"no GPU is called {name_or_file!r}", hint)
+    if not os.path.exists(path):  # unlike Path.exists, false for names that are too long
+        raise UsageError(f"the file {path} does not exist", hint)
     try:
         description = from_json(GPUDescription, json.loads(path.read_text()), "the description")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} does not describe a GPU: {error}", hint) from error
     if problem := _problem(description):
         raise UsageError(f"{path} does not describe a GPU: {problem}", hint)
@@ -129,8 +131,11 @@ def _problem(description: GPUDescription) -> str:
     if description.capability not in MIN_CUDA:
         major, minor = description.capability
         return f"compute capability {major}.{minor} does not exist or is below 8.0"
-    if not description.name:
-        return "its name is empty"
+    if not description.name.strip() or not description.name.isprintable():
+        return f"its name is {description.name!r}"
+    needed = MIN_CUDA[description.capability]
+    if not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", description.cuda) or _version(description.cuda) < needed:
+        return f"cuda is {description.cuda!r}, and the GPU requires {needed[0]}.{needed[1]} or newer"
     numbers = {name: value for name, value in dataclasses.asdict(description).items() if isinstance(value, int)}
     return next((f"{name} is {value}" for name, value in numbers.items() if value <= 0), "")
 

@@ -105,6 +105,14 @@ def test_windows_are_passed() -> None:
     assert [spec.window for spec in probed("gpt_neo").attention_layers] == [0, WINDOW, 0, WINDOW]
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_tokens_is_refused(window: int) -> None:
+    config = config_of("gpt_neo")
+    config.window_size = window
+    with pytest.raises(UnsupportedModelError, match=f"window_size is {window}"):
+        probe_model(config)
+
+
 def probed(case: str) -> Architecture:
     return probe_model(config_of(case)).architecture
 

@@ -88,7 +88,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         ({"capability": [7, 5]}, "below 8.0"),
         ({"memory_bytes": 0}, "memory_bytes is 0"),
         ({"multiprocessors": "132"}, "multiprocessors"),
-        ({"name": ""}, "name is empty"),
+        ({"name": ""}, "its name is ''"),
+        ({"name": "H100\x1b[31m"}, "its name is 'H100\\x1b[31m'"),
+        ({"cuda": "13"}, "cuda is '13', and the GPU requires 11.8 or newer"),
+        ({"cuda": "11.7"}, "cuda is '11.7', and the GPU requires 11.8 or newer"),
         ({"cores": 5}, "cores"),
     ],
 )
@@ -103,9 +106,20 @@ def test_a_file_that_describes_no_gpu_is_refused(tmp_path: Path, changes: dict[s
 def test_a_file_without_a_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         read_gpu_description(str(tmp_path / "none.json"))
-    (tmp_path / "text.json").write_text("{")
-    with pytest.raises(UsageError, match="does not describe a GPU"):
-        read_gpu_description(str(tmp_path / "text.json"))
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(UsageError, match="does not describe a GPU"):
+            read_gpu_description(str(tmp_path / "text.json"))
+    with pytest.raises(UsageError, match="does not describe a GPU: .* Is a directory"):
+        read_gpu_description(f"{tmp_path}/")
+
+
+def test_names_that_are_no_file_names_are_refused() -> None:
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(UsageError, match="no GPU is called"):
+            read_gpu_description(name)
+        with pytest.raises(UsageError, match="does not exist"):
+            read_gpu_description(f"{name}.json")
 
 
 def test_the_plan_of_a_target_is_that_of_the_machine_with_the_gpu() -> None:

@@ -45,7 +45,11 @@ def _scaled(module: Any, config: Any) -> Interface:
 
 
 def _gpt_neo(module: Any, config: Any) -> Interface:
-    return Interface(config, 1.0, config.window_size if module.attention_type == "local" else None)
+    if module.attention_type != "local":
+        return Interface(config, 1.0)
+    if config.window_size < 1:  # the module's own code then gives all earlier tokens the same weight
+        raise ValueError(f"window_size is {config.window_size}, and layers of local attention need 1 or more")
+    return Interface(config, 1.0, config.window_size)
 
 
 def _gpt_neox_japanese(module: Any, config: Any) -> Interface:
