@@ -24,12 +24,12 @@ from tcdeploy.models.convert.quantised_weights import find_quantised_weights, wi
 from tcdeploy.models.formats.methods import is_quantised
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
-from tcdeploy.models.location import BUILTIN_MODELS, is_gguf_file, read_config_file
+from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.models.weights.reader import stored_tensors
-from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX
+from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX, is_gguf_file
 from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.recipe import Recipe
 
@@ -41,7 +41,7 @@ log = logging.getLogger("tcdeploy.models")
 
 
 def resolve_model_path(model: str) -> str:
-    """What to pass to transformers: the folder of a builtin or local model or of a GGUF file, else the Hub id.
+    """What to pass to transformers: the folder of a builtin, local or GGUF model, else the Hub id.
 
     Raises ModelError.
     """
@@ -50,10 +50,13 @@ def resolve_model_path(model: str) -> str:
             raise UnknownModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
     checkpoint.check_path(model)
-    if is_gguf_file(model):
-        return str(Path(model).parent)
     path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
+    has_config = (path / "config.json").is_file()
+    if is_gguf_file(model) or (path.is_dir() and not has_config):
+        folder = local_folder(model, None)
+        if folder and folder != path:
+            return str(folder)
+    if path.is_dir() and not has_config:
         hint = "pass the folder that contains config.json"
         with contextlib.suppress(OSError):  # such a folder in it, as in the Hub's cache
             configs = [*sorted(path.glob("*/config.json")), *sorted(path.glob("snapshots/*/config.json"))]

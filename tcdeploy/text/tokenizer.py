@@ -21,8 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models import load_errors
 from tcdeploy.models.hub import uses_local_files_only
+from tcdeploy.models.json_files import LFS_HINT, LFS_PROBLEM, json_problem
 from tcdeploy.models.load import quiet_transformers, resolve_model_path
-from tcdeploy.models.location import LFS_HINT, LFS_PROBLEM, json_problem, local_folder
+from tcdeploy.models.location import local_folder
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.text.stored_tokenizer import TOKENIZER_FILE, TokenizerRecord, read_backend

@@ -16,7 +16,8 @@ columns of gate and up, which transformers interleaves, in two tensors. Dimensio
 Q8_0 where k is no multiple of 256: the type of each tensor counts, not the file's name.
 
 Established from gguf 0.19 (reader.py, constants.py, which files and names are compared with), llama.cpp's
-convert_hf_to_gguf, and transformers 5.23's integrations/gguf. No tokenizer is written: the folder keeps its own.
+convert_hf_to_gguf, and transformers 5.23's integrations/gguf. A tokenizer's
+metadata is written by gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from tests.formats.gguf_blocks import FILE_TYPES, SIZES, TYPES
 
 FILE = "model.gguf"
 ALIGNMENT = 32
-HEADER_TYPES = {"U32": 4, "F32": 6, "STRING": 8, "ARRAY": 9}
+HEADER_TYPES = {"U32": 4, "I32": 5, "F32": 6, "BOOL": 7, "STRING": 8, "ARRAY": 9}
+SCALARS = {"U32": "I", "I32": "i", "F32": "f", "BOOL": "?"}
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
@@ -189,10 +191,14 @@ def text(value: str) -> bytes:
 
 
 def entry(key: str, kind: str, value: Any) -> bytes:
+    """kind: of the value, or of the items of a list."""
     if kind == "ARRAY":
         content = struct.pack("<IQ", HEADER_TYPES["STRING"], len(value)) + b"".join(map(text, value))
+    elif isinstance(value, list):
+        content = struct.pack(f"<IQ{len(value)}{SCALARS[kind]}", HEADER_TYPES[kind], len(value), *value)
+        kind = "ARRAY"
     else:
-        content = text(value) if kind == "STRING" else struct.pack("<I" if kind == "U32" else "<f", value)
+        content = text(value) if kind == "STRING" else struct.pack(f"<{SCALARS[kind]}", value)
     return text(key) + struct.pack("<I", HEADER_TYPES[kind]) + content
 
 
@@ -272,12 +278,18 @@ def fuse_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return fused
 
 
-def write_gguf(source: Path, folder: Path, kind: str, parts: int = 1, is_fused: bool = False) -> dict[str, Tensor]:
-    """Write FILE, or parts of it, and config.json into a new folder. Returns the weights as a reader sees them."""
+def write_gguf(
+    source: Path, folder: Path, kind: str, parts: int = 1, is_fused: bool = False,
+    extra: Mapping[str, tuple[str, Any]] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Write FILE, or parts of it, and config.json into a new folder. Returns the weights as a reader sees them.
+
+    extra: entries of the metadata that replace others.
+    """
     config = json.loads((source / "config.json").read_text())
     stored, dense = store_model(source, kind)
     stored = fuse_experts(stored) if is_fused else stored
-    entries = metadata(config, FILE_TYPES[kind][0])
+    entries = {**metadata(config, FILE_TYPES[kind][0]), **(extra or {})}
     folder.mkdir(parents=True)
     shutil.copy(source / "config.json", folder)
     names, size = [*stored], -(-len(stored) // parts)

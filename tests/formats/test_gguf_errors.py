@@ -207,14 +207,6 @@ def test_a_folder_with_several_models_needs_the_name_of_one(source: Path, tmp_pa
     assert plan(folder / "other.gguf").architecture.schemes
 
 
-def test_a_file_without_config_json_names_what_is_missing(source: Path, tmp_path: Path) -> None:
-    write_gguf(source, tmp_path / "model", "Q8_0")
-    (tmp_path / "model/config.json").unlink()
-    error = error_of(tmp_path / "model" / FILE)
-    assert error.message == f"{tmp_path / 'model' / FILE} has no config.json beside it"
-    assert "put config.json and the tokenizer of the model that it was converted from beside it" in error.hint
-
-
 def test_a_file_that_does_not_exist_is_no_id_of_the_hub() -> None:
     assert error_of(Path("missing.gguf")).message == "file missing.gguf does not exist"
 
@@ -247,7 +239,9 @@ LONG, SHORT = [1.0 + index / 4 for index in range(16)], [1.0 + index / 8 for ind
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": LONG, "short_factor": SHORT}
 
 
-def write_with_factors(family: str, rope: dict[str, Any], factors: dict[str, list[float]], folder: Path) -> Path:
+def write_with_factors(
+    family: str, rope: dict[str, Any], factors: dict[str, list[float]], folder: Path, extra: Entries | None = None
+) -> Path:
     source = save_source(folder / "source", family, rope_parameters=rope, original_max_position_embeddings=64)
     config = json.loads((source / "config.json").read_text())
     stored, _ = store_model(source, "Q8_0")
@@ -255,13 +249,13 @@ def write_with_factors(family: str, rope: dict[str, Any], factors: dict[str, lis
         stored[name] = StoredTensor("F32", (len(values),), struct.pack(f"<{len(values)}f", *values))
     (folder / "model").mkdir()
     shutil.copy(source / "config.json", folder / "model")
-    write_file(folder / "model" / FILE, metadata(config, 7), stored)
+    write_file(folder / "model" / FILE, {**metadata(config, 7), **(extra or {})}, stored)
     return folder / "model"
 
 
-def llama3_factors(config: PreTrainedConfig) -> list[float]:
+def llama3_factors(config: PreTrainedConfig, theta: float = 10000.0) -> list[float]:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return list((1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32) / scaled).tolist())
+    return list((1.0 / theta ** (torch.arange(0, 32, 2) / 32) / scaled).tolist())
 
 
 @pytest.mark.parametrize("change", [1.0, 1.01])

@@ -550,10 +550,9 @@ def test_a_folder_with_only_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
-    for name, format_name in (("model.gguf", "GGUF, and no config.json"), ("consolidated.00.pth", "PyTorch's .pth")):
+    for name, format_name in (("model.onnx", "ONNX"), ("consolidated.00.pth", "PyTorch's .pth")):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_bytes(b"weights")
         assert f"has weights in the format {format_name}" in rejection(folder)
-    assert rejection(tmp_path / "model" / "model.gguf").endswith("model.gguf has no config.json beside it")
     assert rejection(tmp_path / "consolidated" / "consolidated.00.pth").endswith("is a file, not a model folder")

@@ -137,7 +137,7 @@ def test_a_missing_model_is_an_error(run_online: Any, hub: str) -> None:
     ("model", "fact", "hint"),
     [
         ("someone/lora", "contains a PEFT adapter for someone/base, which is not supported", "merge_and_unload()"),
-        ("someone/llama-gguf", "has weights in the format GGUF, and no config.json", "pass a GGUF file, and put"),
+        ("someone/llama-gguf", "has weights in the format GGUF, and no config.json", "download one of its"),
         ("someone/readme", "has no config.json on the hub", "in transformers' format"),
     ],
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Makes the quantisation settings of a model whose weights are GGUF, and compares config.json with the file.
 
-The user puts config.json beside the file, and it may belong to another model. Shapes of tensors do not depend on the
+A user may put config.json beside the file, and it may belong to another model. Shapes of tensors do not depend on the
 number of heads, the rotary frequency or epsilon, so these are compared with the metadata of the file. Quantisation
 settings in config.json describe other weights, and are replaced by
 
@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.formats.gguf_rope import ROPE_TENSORS, rope_parameters, rope_problem
 from tcdeploy.models.formats.gguf_weights import GATE_UP, SCHEMES_BY_TYPE
+from tcdeploy.models.gguf.config import COMPARED
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.weights.gguf_file import read_gguf
 from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family, is_known, named_tensors
@@ -35,13 +36,6 @@ from tcdeploy.models.weights.reader import stored_tensors
 METHOD = "gguf"
 HINT = "put the config.json of the model that the file was converted from beside the file"
 NAMES_HINT = "use safetensors files, or convert the model with another version of llama.cpp"
-# Keys of the metadata, after the name of the architecture, and the same in config.json
-COMPARED = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "expert_used_count": "num_experts_per_tok",
-}  # fmt: skip
 EXPERTS_MODULE = "mlp.experts"  # in a layer of each family's model
 # The weights of this module, by the names of their stacks in the file
 STACKS = {"gate_exps": "gate_up_proj", "up_exps": "gate_up_proj", GATE_UP: "gate_up_proj", "down_exps": "down_proj"}

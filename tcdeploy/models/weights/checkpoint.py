@@ -24,8 +24,9 @@ from tcdeploy.models.convert.quantised_weights import check_not_quantised
 from tcdeploy.models.formats.gguf_config import describe_gguf
 from tcdeploy.models.formats.methods import check_method, quantisation_settings
 from tcdeploy.models.hub import uses_local_files_only
+from tcdeploy.models.json_files import HINT, read_json_object
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
-from tcdeploy.models.location import HINT, is_gguf_file, local_folder, read_json_object
+from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.files import (
     FORMAT_HINT,
@@ -37,13 +38,13 @@ from tcdeploy.models.weights.files import (
     read_headers,
 )
 from tcdeploy.models.weights.tensor_names import check_experts, first_names, text_depends_on
-from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX, gguf_names
+from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX, gguf_paths, is_gguf_file
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HUB_TIMEOUT_S = 10
-GGUF_HINT = "pass a GGUF file, and put config.json and the tokenizer of the model that it was converted from beside it"
+GGUF_HINT = "download one of its GGUF files (hf download REPO FILE --local-dir FOLDER), and pass its path"
 SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -57,14 +58,13 @@ def check_path(model: str) -> None:
     """Refuse a file, and a folder that contains an adapter or weights in another format instead of a config.json."""
     path = Path(model)
     if is_gguf_file(model):
-        if not (path.parent / "config.json").is_file():
-            raise ModelError(f"{model} has no config.json beside it", GGUF_HINT)
         return
     if path.is_file():
         raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
     if path.is_dir() and not (path / "config.json").is_file():
         with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
-            _check_formats(f"folder {model}", {item.name for item in path.iterdir()}, path)
+            if not gguf_paths(model, path):
+                _check_formats(f"folder {model}", {item.name for item in path.iterdir()}, path)
 
 
 def check_repository(model: str, revision: str | None) -> None:
@@ -99,9 +99,9 @@ def check_files(
     """
     folder = local_folder(model, revision)
     names, is_local = _file_names(model, revision, folder), Path(model).exists()
-    gguf_paths: list[Path] | None = None
+    gguf_files: list[Path] | None = None
     with refusals.collecting():
-        gguf_paths = [folder / name for name in gguf_names(model, folder)] if folder else []
+        gguf_files = gguf_paths(model, folder) if folder else []
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         remedy = f"delete {ADAPTER_CONFIG}"
         if not is_local:
@@ -110,8 +110,8 @@ def check_files(
     with refusals.collecting():
         check_task(model, config, names)
     with refusals.collecting():
-        if gguf_paths:
-            describe_gguf(model, config, gguf_paths)
+        if gguf_files:
+            describe_gguf(model, config, gguf_files)
         elif MODEL_OPTIMIZER_FILE in names and quantisation_settings(config) is None:
             config.quantization_config = _model_optimizer_settings(
                 model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder)
@@ -119,7 +119,7 @@ def check_files(
         check_method(model, config)
     is_complete = is_local or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
-        if reads_weights and is_complete and gguf_paths == [] and not explicit_file(model, config):
+        if reads_weights and is_complete and gguf_files == [] and not explicit_file(model, config):
             check_format(model, names)
 
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.formats.quantised_weight import QuantisedWeight
+from tcdeploy.models.json_files import HINT, LFS_HINT, LFS_POINTER
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
-from tcdeploy.models.location import HINT, LFS_HINT, LFS_POINTER
 from tcdeploy.models.weights.gguf_names import named_tensors
 from tcdeploy.models.weights.weight_paths import (
     GGUF_SUFFIX,
@@ -28,7 +28,7 @@ from tcdeploy.models.weights.weight_paths import (
     TORCH_INDEX,
     TORCH_WEIGHTS,
     WEIGHTS,
-    gguf_names,
+    gguf_paths,
 )
 
 # Files that hold weights in other formats, by suffix.
@@ -105,7 +105,7 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
 
     `explicit_name`: as `explicit_file` returns it. None if there are no such files, or not all have been downloaded.
     """
-    if paths := [folder / name for name in gguf_names(model, folder)]:
+    if paths := gguf_paths(model, folder):
         return Checkpoint(
             {name: TensorHeader(tensor.type.name, tensor.shape) for _, name, tensor in named_tensors(paths)}, paths
         )

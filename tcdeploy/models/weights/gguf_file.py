@@ -8,7 +8,7 @@ The layout of a file. Numbers are little-endian, and strings begin with their le
     padding to `general.alignment` (32 if it is missing), and the data
 
 A model may be split into several files, each with a header of its own tensors; the metadata of the model is in the
-first. Arrays of metadata, such as the tokenizer's vocabulary, are skipped. Imports no torch.
+first. Arrays of metadata, such as the tokenizer's vocabulary, are read only by `read_gguf_metadata`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.location import LFS_HINT, LFS_POINTER
+from tcdeploy.models.json_files import LFS_HINT, LFS_POINTER
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # equal but for big-endian files
@@ -88,6 +88,22 @@ def read_gguf(path: Path) -> GgufFile:
 
 @functools.lru_cache(maxsize=64)  # shards; a start needs each header several times, and reads it in 0.2 s
 def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
+    return _parse(path, keeps_arrays=False)
+
+
+def read_gguf_metadata(path: Path) -> Mapping[str, Any]:
+    """All metadata of a file, arrays as lists. Raises as `read_gguf`."""
+    return _parse(path, keeps_arrays=True).metadata
+
+
+def read_f32_tensor(path: Path, tensor: GgufTensor) -> list[float]:
+    """The values of a small tensor. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(tensor.begin)
+        return [*struct.unpack(f"<{math.prod(tensor.shape)}f", file.read(tensor.end - tensor.begin))]
+
+
+def _parse(path: Path, keeps_arrays: bool) -> GgufFile:
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
         if start == LFS_POINTER.encode():
@@ -96,7 +112,7 @@ def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
             raise ModelError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}", DAMAGED_HINT)
         with contextlib.closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as content:
             try:
-                return _Header(path, content).read()
+                return _Header(path, content, keeps_arrays).read()
             except (struct.error, UnicodeDecodeError, OverflowError, RecursionError):
                 raise ModelError(
                     f"{path} is damaged: its header ends early or has invalid text", DAMAGED_HINT
@@ -106,8 +122,9 @@ def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
 class _Header:
     """A position in the header of a file."""
 
-    def __init__(self, path: Path, content: mmap.mmap) -> None:
+    def __init__(self, path: Path, content: mmap.mmap, keeps_arrays: bool) -> None:
         self._path, self._content, self._at = path, content, len(MAGIC)
+        self._keeps_arrays = keeps_arrays
 
     def read(self) -> GgufFile:
         version, num_tensors, num_entries = self._numbers("IQQ")
@@ -160,12 +177,14 @@ class _Header:
         return GgufTensor(name, kind, shape, offset, offset + math.prod(shape) // kind.columns * kind.num_bytes)
 
     def _value(self, kind: int) -> Any:
-        """The value, None for an array."""
+        """The value; None for an array that is not kept."""
         if kind == STRING:
             return self._string()
         if kind != ARRAY:
             return self._numbers(self._scalar(kind))[0]
         kind, count = self._numbers("IQ")
+        if self._keeps_arrays:
+            return [self._value(kind) for _ in range(count)]
         if kind == STRING:
             self._skip_strings(count)
         elif kind == ARRAY:

@@ -1,8 +1,7 @@
 """Finds the weight files in a model's folder. Imports neither torch nor a model library.
 
 safetensors files are chosen as transformers chooses them. A GGUF model is used if the user passes one of its files, or
-if it is the only one in the folder and there are no other weights. config.json and the tokenizer are read from the same
-folder in both cases.
+if it is the only one in the folder and there are no other weights.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 from pathlib import Path
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.location import is_gguf_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -24,10 +22,10 @@ PROJECTOR_PREFIX = "mmproj"  # of files with the image encoder of a model
 def weight_files(model: str, folder: Path) -> list[Path]:
     """The GGUF or safetensors files of a model that a start reads itself; [] if transformers reads others.
 
-    folder: that of the model's files. Raises ModelError as `gguf_names`.
+    folder: that of the model's files. Raises ModelError as `gguf_paths`.
     """
-    if names := gguf_names(model, folder):
-        return [folder / name for name in names]
+    if paths := gguf_paths(model, folder):
+        return paths
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     try:
@@ -37,13 +35,20 @@ def weight_files(model: str, folder: Path) -> list[Path]:
         return []
 
 
-def gguf_names(model: str, folder: Path) -> list[str]:
-    """The names of the GGUF files in a folder that a model consists of, in order; [] if its weights are not GGUF.
+def is_gguf_file(model: str) -> bool:
+    """Whether a model is a GGUF file. Its folder may have other files of the model."""
+    return model.endswith(GGUF_SUFFIX) and Path(model).is_file()
 
-    model: a GGUF file, or the folder or Hub id whose files are in `folder`. Raises ModelError if a folder has several.
+
+def gguf_paths(model: str, folder: Path) -> list[Path]:
+    """The GGUF files that a model consists of, in order; [] if its weights are not GGUF.
+
+    model: a GGUF file, a folder, or the builtin model or Hub id whose files are in `folder`. Raises ModelError if a
+    folder has several models.
     """
     if is_gguf_file(model):
-        return _parts(Path(model).name)
+        return [Path(model).with_name(name) for name in _parts(Path(model).name)]
+    folder = Path(model) if Path(model).is_dir() else folder
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names & {TORCH_WEIGHTS, TORCH_INDEX} or any(".safetensors" in name for name in names):
         return []
@@ -52,7 +57,7 @@ def gguf_names(model: str, folder: Path) -> list[str]:
     if len(models) > 1:
         listed = ", ".join(parts[0] for parts in models)
         raise ModelError(f"{model} has several GGUF models: {listed}", f"pass one of them: {folder / models[0][0]}")
-    return [*models[0]] if models else []
+    return [folder / name for name in models[0]] if models else []
 
 
 def _parts(name: str) -> list[str]:
