@@ -16,7 +16,7 @@ from typer.main import get_command
 
 PANELS = {
     "Model": ("model", "recipe", "revision", "to", "skip"),
-    "Plan": ("missed_shapes",),
+    "Plan": ("missed_shapes", "target_gpu"),
     "Text": ("chat",),
     "Server": ("port",),
     "Ray": ("ray", "address", "timeout"),
@@ -26,7 +26,7 @@ PANELS = {
         "any_environment", "plan", "run",
     ),
     "Signatures": ("key", "require_signed", "allow_unsigned", "allow_rollback", "trusted_keys"),
-    "Output": ("out", "dry_run", "offline", "report", "budget", "json", "help", "help_all"),
+    "Output": ("out", "dry_run", "offline", "report", "describe_gpu", "budget", "json", "help", "help_all"),
 }  # fmt: skip
 OTHER = "Options"
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}

@@ -32,7 +32,7 @@ PURE_CALLS = {
     "len",
     "list",
 }
-PURE_CALLS |= {"is_supported", "range", "set", "sorted", "stride", "tuple", "values"}
+PURE_CALLS |= {"_is_fusable", "is_supported", "range", "set", "sorted", "stride", "tuple", "values"}
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
