@@ -19,10 +19,10 @@ BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 
 
 def local_folder(model: str, revision: str | None) -> Path | None:
-    """The folder of a model's config and tokenizer on this machine; None if there is none.
+    """The local folder with a model's config and tokenizer. None for a Hub model of which no config.json is downloaded.
 
-    Of a GGUF model without config.json, it is made from the metadata. A model of the Hub may have been downloaded only
-    in part. Raises ModelError as `folder_from_metadata`.
+    For a GGUF model without a config.json, the folder is made from the metadata of its file. A Hub model may lack other
+    files. Raises ModelError as `folder_from_metadata`.
     """
     if model in BUILTIN_MODELS:
         return BUILTIN_MODELS[model]

@@ -45,10 +45,11 @@ REQUIRED_OF = {
     "gpt-oss": {"attention.key_length", "attention.sliding_window", "expert_feed_forward_length"},
 }  # fmt: skip
 REQUIRED_OF_EXPERTS = {"expert_count", "expert_used_count"}
-# What the metadata does not state
+# Settings of an architecture that the metadata does not state
 CONSTANTS: dict[str, dict[str, Any]] = {"qwen3moe": {"norm_topk_prob": True}}
 WITH_ATTENTION_BIAS = {"llama", "qwen3", "qwen3moe", "gpt-oss"}  # whose config states whether there is one
-# Layers of the models whose queries are divided by the root of hidden size / heads, not of the head's size
+# The number of layers of the 27B models. They divide queries by the root of hidden size / heads, others by that of the
+# head's size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 LOCAL_ROPE_THETA = 10000.0  # of the layers of Gemma 3 with a window
 DEFAULT_ROPE_THETA = 10000.0  # of llama.cpp
@@ -87,7 +88,9 @@ def config_from_metadata(path: Path, metadata: Mapping[str, Any], tensors: Tenso
 
 
 def _numbers(path: Path, architecture: str, metadata: Mapping[str, Any], has_experts: bool) -> dict[str, Any]:
-    """Raises ModelError for a key without which the config class would assume the number of another model."""
+    """By their names in config.json. Raises ModelError if a required key is missing: the config class would fill in the
+    default of its type.
+    """
     required = REQUIRED | REQUIRED_OF[architecture] | (REQUIRED_OF_EXPERTS if has_experts else set())
     numbers: dict[str, Any] = {}
     for key, name in KEYS.items():
