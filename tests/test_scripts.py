@@ -131,6 +131,18 @@ def test_a_made_shape_has_the_sampling_defaults_of_qwen(tmp_path: Path, monkeypa
     assert (tmp_path / "shape/tokenizer.json").exists()
 
 
+def test_a_made_shape_can_have_fewer_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").mkdir()
+    config = {"vocab_size": 300, "num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"]}
+    (tmp_path / "config/config.json").write_text(json.dumps(config | {"hybrid_override_pattern": "ME*E"}))
+    arguments = ["make-shape", str(tmp_path / "config"), str(tmp_path / "shape"), "--layers", "3"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    load_script("make-shape").main()
+    made = json.loads((tmp_path / "shape/config.json").read_text())
+    expected = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "hybrid_override_pattern": "ME*"}
+    assert {name: made[name] for name in expected} == expected
+
+
 def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:
     script = load_script("build-flash-attn")
     for direction in ("fwd", "fwd_split", "bwd"):
