@@ -10,7 +10,7 @@ from tcdeploy.kernels.experts import reference
 from tcdeploy.kernels.experts.grouped_mm import multiply_sorted, takes
 from tcdeploy.kernels.experts.grouping import max_blocks, sort_pairs, tables
 from tcdeploy.kernels.experts.ops import eager_expert_linear, expert_linear, group_pairs
-from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
+from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert, multiply_padded
 from tcdeploy.kernels.experts.tiles import block_rows
 from tests.kernels.experts.expert_cases import (
     DENSE,
@@ -97,6 +97,16 @@ def test_the_bias_or_weight_of_another_expert_is_noticed() -> None:
         ]
         with pytest.raises(AssertionError):
             assert_agrees(y.bfloat16(), expected(arguments._replace(tensors=tensors)).bfloat16())
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+@pytest.mark.parametrize("routing", ["three slots", "some experts idle"])
+def test_groups_may_be_padded(case: str, routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    arguments = product(case, ROUTINGS[routing], dtype=torch.float32)
+    unpadded = multiply_by_expert(*arguments)
+    monkeypatch.setattr(reference, "_multiply_groups", multiply_padded)
+    torch.testing.assert_close(multiply_by_expert(*arguments), unpadded, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES)
