@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import fp4_scheme
+from tcdeploy.kernels.linear.int4_scheme import INTERLEAVED_NAMES
 from tcdeploy.kernels.linear.register_gemm import register_gemm
 from tcdeploy.kernels.linear.scheme_gemm import gemm
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
@@ -38,6 +39,7 @@ from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
     MIN_SLICE,
+    WIDE_N,
     RegisterGemmTile,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
@@ -74,6 +76,15 @@ def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tens
     if rows > 1 and weight.group % MIN_SLICE and scheme != fp4_scheme.NVFP4_NAME:
         return False
     return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
+
+
+def is_norm_fusable(scheme: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether a product of one row should normalise its input. Works on fake tensors.
+
+    Each program normalises the row. With many programs and 4-bit weights, where instructions limit the speed, that
+    takes longer than a kernel of the norm.
+    """
+    return scheme not in INTERLEAVED_NAMES or len(tensors[0]) < WIDE_N
 
 
 def is_capable(tensors: Sequence[Tensor]) -> bool:
