@@ -56,9 +56,10 @@ def interleave(weight: Tensor) -> Tensor:
     These are four 32-bit words. For i and t from 0 to 3, word t has the code of column 8 i + 2 t from bit 4 i on, and
     that of column 8 i + 2 t + 1 from bit 4 i + 16 on.
     """
-    first, second = weight.unflatten(1, (-1, 2, 2, 4)).unbind(3)  # n, 32 columns, i // 2, t: of even and odd i
-    codes = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], -1)  # ..., column % 2
-    return codes.permute(0, 1, 3, 4, 2).flatten(1)
+    words = weight.contiguous().view(torch.int32).view(-1, 4).T.contiguous()  # i, 32 columns: a byte for each t
+    parities = (words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F)  # of even and of odd columns
+    pairs = [codes[i] | codes[i + 1] << 4 for codes in parities for i in (0, 2)]
+    return torch.stack([pair.view(torch.uint8) for pair in pairs], -1).view(weight.shape)
 
 
 def _deinterleave(weight: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ def quantised_tensors(weight: Tensor, scheme: str, group_size: int) -> list[Tens
 
 def in_linear_order(tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """The first tensor of a weight in a scheme, in the order in which linear layers store it."""
-    order = SCHEMES[scheme].linear_order
+    order, (weight,) = SCHEMES[scheme].linear_order, tensors
     assert order is not None
-    return order.reorder(tensors[0])
+    return torch.cat([order.reorder(chunk) for chunk in weight.split(max(1, CHUNK_ELEMENTS // weight.shape[1]))])
 
 
 def repeated(tensors: Sequence[Tensor], rows: int) -> Tensor:
