@@ -29,6 +29,7 @@ class SchemeGemvTile(NamedTuple):
     block_n: int
     block_bytes: int
     num_warps: int
+    loads_ahead: bool = False  # the bytes of a step are loaded before those of the previous one are multiplied
 
 
 class SchemeSkinnyGemmTile(NamedTuple):
@@ -73,8 +74,11 @@ SCHEME_GEMV_TILES = (
     SchemeGemvTile("n2_b2048", 2, 2048, 4),
     SchemeGemvTile("n8_b2048", 8, 2048, 4),
     SchemeGemvTile("n8_b1024", 8, 1024, 2),
+    SchemeGemvTile("n8_b2048_a", 8, 2048, 4, True),
+    SchemeGemvTile("n8_b1024_a", 8, 1024, 2, True),
+    SchemeGemvTile("n4_b1024_a", 4, 1024, 2, True),
 )
-N4_B2048, N2_B2048, N8_B2048, N8_B1024 = range(len(SCHEME_GEMV_TILES))
+N4_B2048, N2_B2048, N8_B2048, N8_B1024 = range(4)
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
     SchemeSkinnyGemmTile("n16_k512", 16, 512, 4, 4),

@@ -15,8 +15,6 @@ from tcdeploy.kernels.linear.int4_scheme import interleave
 from tcdeploy.kernels.linear.scheme_matmul import dequantised, dequantised_matmul, fused_scheme_linear, matmul
 from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
-    N8_B1024,
-    N8_B2048,
     SCHEME_GEMV_TILES,
     RegisterGemmTile,
     SchemeGemvTile,
@@ -39,7 +37,7 @@ __all__ = ["device"]
 
 CASE, K = "int4 in groups of 128", 768
 each_case = pytest.mark.parametrize("case", INTERLEAVED)
-TILES = [SCHEME_GEMV_TILES[N8_B1024], SCHEME_GEMV_TILES[N8_B2048]]
+TILES = [*SCHEME_GEMV_TILES[2:]]
 
 
 def random_bytes(*shape: int) -> Tensor:
