@@ -103,17 +103,15 @@ REGISTER_GEMM_TILES = (
     RegisterGemmTile("f64u2", 64, 1, 4, 3, unroll=2),
     RegisterGemmTile("f128_s4", 128, 4, 8, 3),
     RegisterGemmTile("f128_s8", 128, 8, 8, 3),
-    RegisterGemmTile("f128", 128, 1, 8, 3),
     RegisterGemmTile("f128u2", 128, 1, 8, 3, unroll=2),
     RegisterGemmTile("f128_v", 128, 1, 8, 3, True),
-    RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, 128),
     RegisterGemmTile("f128_v_s4", 128, 4, 8, 3, True),
-    RegisterGemmTile("f256_v", 256, 1, 8, 3, True),
+    RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, 128),
+    RegisterGemmTile("f128_v_r128_s4", 128, 4, 8, 3, True, 128),
+    RegisterGemmTile("f128_v_r128_s8", 128, 8, 8, 3, True, 128),
     RegisterGemmTile("f256_v_s4", 256, 4, 8, 3, True),
 )
-F64_S4, F64_S8, F64U2_S4, F64U2, F128_S4, F128_S8, F128, F128U2, F128_V, F128_V_R128, F128_V_S4, F256_V, F256_V_S4 = (
-    range(len(REGISTER_GEMM_TILES))
-)
+F64_S4, F64_S8, F64U2_S4, F64U2, F128_S4, F128_S8, F128U2, F128_V, F128_V_S4, F128_V_R128 = range(10)
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
 MANY_COLUMNS = 8192  # from here on they are split further
 MAX_SUM_ROWS = 64  # with more rows of x, scales multiply values
