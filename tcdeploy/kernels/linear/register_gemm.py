@@ -6,9 +6,10 @@ row, and converts them in the registers from which the tensor cores read them. C
 the converted values have the column order of x (int4_scheme.py), so the tensor cores read x where its asynchronous copy
 has written it.
 
-Each step is in one group. Up to 64 rows, its sums are multiplied by the group's scale, so values are exact. More rows
-have too many sums: scales multiply the values instead, which are rounded to x's dtype. The tensor cores then add all
-steps to the same sums, and the values of the next instruction are made while the current one runs.
+Each step is in one group. Up to 64 rows, or 32 with wide weights, its sums are multiplied by the group's scale, so
+values are exact. More rows have too many sums: scales multiply the values instead, which are rounded to x's dtype. The
+tensor cores then add all steps to the same sums, and the values of the next instruction are made while the current one
+runs.
 
 The columns of a weight with few rows are split among programs, whose sums a second kernel adds in a fixed order.
 """

@@ -82,8 +82,7 @@ def _multiply_tile(
 def _scheme_gemv_kernel(
     out, x, weight, row_scale, group_scale, zero, addend, norm, n, k, row_bytes, groups, eps,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     CHUNKS: tl.constexpr = BLOCK_BYTES // 16
@@ -114,16 +113,9 @@ def _scheme_gemv_kernel(
         squares = inputs * inputs
         inputs *= _load_row(norm, CHUNKS, 16 * PER_BYTE, INTERLEAVED)
     offsets = group_rows + sum_columns // GROUP
-    if AHEAD:  # the codes of a step are loaded before those of the previous one are multiplied
-        following = tl.load(w_ptrs + BLOCK_BYTES, mask=BLOCK_BYTES < row_bytes, eviction_policy="evict_first")
     acc = _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
     for start in tl.range(BLOCK_BYTES, row_bytes, BLOCK_BYTES):
-        if AHEAD:
-            codes = following
-            behind = start + BLOCK_BYTES
-            following = tl.load(w_ptrs + behind, mask=behind < row_bytes, eviction_policy="evict_first")
-        else:
-            codes = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        codes = tl.load(w_ptrs + start, eviction_policy="evict_first")
         inputs = _load_row(x + start * PER_BYTE, CHUNKS, 16 * PER_BYTE, INTERLEAVED)
         if norm is not None:
             squares += inputs * inputs

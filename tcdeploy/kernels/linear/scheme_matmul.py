@@ -144,7 +144,7 @@ def _gemv(
         (n // tile.block_n,),
         out, x, weight.weight, weight.row_scale, weight.group_scale, weight.zero, addend, norm, n, x.shape[1],
         row_bytes, weight.groups, eps, weight.format, weight.group, weight.row_block, tile.block_n,
-        fit_block(tile.block_bytes, row_bytes), weight.is_interleaved, tile.loads_ahead, gated, use_pdl,
+        fit_block(tile.block_bytes, row_bytes), weight.is_interleaved, gated, use_pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """The shapes that the kernels of quantised weights accept, and their tiles. Does not import Triton.
 
 The heuristics choose the tiles that scripts/bench-scheme-linear found fastest on an H200, for the products of Llama 8B
-and 1, 4, 8, 16, 32, 64 and 128 rows. With int4 weights, the four products of a layer take at most 8% longer than with
-the fastest tile of each, with mxfp4 at most 11%. Tiles of more than 64 rows were timed with 4-bit weights only.
+and 1, 4, 8, 16, 32, 64 and 128 rows. With mxfp4 weights, the four products of a layer take at most 11% longer than with
+the fastest tile of each, with interleaved int4 at most 3%. Tiles of more than 64 rows were timed with 4-bit weights
+only, and those of interleaved int4 with the operations that decode steps fuse.
 
 Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
 faster for 4-bit weights with many columns, and slower for all others.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, TypeAlias
 
-from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N
+from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N, SMALL_N
 
 MIN_GROUP = 16  # columns that share a scale
 MIN_SLICE = 32  # columns of a slice of the skinny GEMM. With 16, code of Triton 3.6 adds some products twice
@@ -29,7 +30,6 @@ class SchemeGemvTile(NamedTuple):
     block_n: int
     block_bytes: int
     num_warps: int
-    loads_ahead: bool = False  # the bytes of a step are loaded before those of the previous one are multiplied
 
 
 class SchemeSkinnyGemmTile(NamedTuple):
@@ -74,11 +74,8 @@ SCHEME_GEMV_TILES = (
     SchemeGemvTile("n2_b2048", 2, 2048, 4),
     SchemeGemvTile("n8_b2048", 8, 2048, 4),
     SchemeGemvTile("n8_b1024", 8, 1024, 2),
-    SchemeGemvTile("n8_b2048_a", 8, 2048, 4, True),
-    SchemeGemvTile("n8_b1024_a", 8, 1024, 2, True),
-    SchemeGemvTile("n4_b1024_a", 4, 1024, 2, True),
 )
-N4_B2048, N2_B2048, N8_B2048, N8_B1024 = range(4)
+N4_B2048, N2_B2048, N8_B2048, N8_B1024 = range(len(SCHEME_GEMV_TILES))
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
     SchemeSkinnyGemmTile("n16_k512", 16, 512, 4, 4),
@@ -98,23 +95,15 @@ SCHEME_GEMM_TILES = (
 M64_N64_S4, M64_N128, M128_N64_S4, M128_N128 = range(len(SCHEME_GEMM_TILES))
 REGISTER_GEMM_TILES = (
     RegisterGemmTile("f64_s4", 64, 4, 4, 4),
-    RegisterGemmTile("f64_s8", 64, 8, 4, 4),
-    RegisterGemmTile("f64u2_s4", 64, 4, 4, 3, unroll=2),
-    RegisterGemmTile("f64u2", 64, 1, 4, 3, unroll=2),
-    RegisterGemmTile("f128_s4", 128, 4, 8, 3),
     RegisterGemmTile("f128_s8", 128, 8, 8, 3),
     RegisterGemmTile("f128u2", 128, 1, 8, 3, unroll=2),
-    RegisterGemmTile("f128_v", 128, 1, 8, 3, True),
     RegisterGemmTile("f128_v_s4", 128, 4, 8, 3, True),
     RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, 128),
-    RegisterGemmTile("f128_v_r128_s4", 128, 4, 8, 3, True, 128),
-    RegisterGemmTile("f128_v_r128_s8", 128, 8, 8, 3, True, 128),
-    RegisterGemmTile("f256_v_s4", 256, 4, 8, 3, True),
 )
-F64_S4, F64_S8, F64U2_S4, F64U2, F128_S4, F128_S8, F128U2, F128_V, F128_V_S4, F128_V_R128 = range(10)
+F64_S4, F128_S8, F128U2, F128_V_S4, F128_V_R128 = range(len(REGISTER_GEMM_TILES))
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
-MANY_COLUMNS = 8192  # from here on they are split further
-MAX_SUM_ROWS = 64  # with more rows of x, scales multiply values
+MANY_COLUMNS = 8192  # of a weight whose columns are split further
+MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # with more rows of x, scales multiply values; of narrow and wide weights
 MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
@@ -126,7 +115,7 @@ def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
     return 1 <= rows <= MAX_GEMM_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
-def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
+def gemv_tile(n: int, per_byte: int, is_interleaved: bool) -> SchemeGemvTile:
     """A tile for one row: with fewer rows of the weight if there would be too few programs to fill the GPU.
 
     With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
@@ -134,12 +123,14 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
     """
     if n <= ONE_WAVE_N:
         return SCHEME_GEMV_TILES[N2_B2048]
+    if is_interleaved and n > SMALL_N:
+        return SCHEME_GEMV_TILES[N8_B1024]
     return SCHEME_GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
 def choose_tile(rows: int, n: int, k: int, per_byte: int, is_interleaved: bool) -> Tile:
     if rows == 1:
-        return gemv_tile(n, per_byte)
+        return gemv_tile(n, per_byte, is_interleaved)
     if is_interleaved:
         return register_gemm_tile(rows, n, k)
     if rows <= (MAX_4_BIT_SKINNY_ROWS if per_byte == 2 else MAX_ROWS):
@@ -171,12 +162,13 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
 
 def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
     """A tile for 2 to 128 rows. Narrow weights have too few tiles, so their columns are split among programs."""
-    if rows > MAX_SUM_ROWS:
-        tile = F128_V_R128 if n >= WIDE_N else F128_V_S4
-    elif n >= WIDE_N:
+    is_wide = n >= WIDE_N
+    if rows > (MAX_WIDE_SUM_ROWS if is_wide else MAX_SUM_ROWS):
+        tile = F128_V_R128 if is_wide else F128_V_S4
+    elif is_wide and rows > 16:
         tile = F128U2
     else:
-        tile = F128_S8 if k >= MANY_COLUMNS else F64_S4
+        tile = F128_S8 if k >= MANY_COLUMNS and rows <= 32 else F64_S4
     return REGISTER_GEMM_TILES[tile]
 
 

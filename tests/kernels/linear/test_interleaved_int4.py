@@ -15,6 +15,8 @@ from tcdeploy.kernels.linear.int4_scheme import interleave
 from tcdeploy.kernels.linear.scheme_matmul import dequantised, dequantised_matmul, fused_scheme_linear, matmul
 from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
+    N8_B1024,
+    N8_B2048,
     SCHEME_GEMV_TILES,
     RegisterGemmTile,
     SchemeGemvTile,
@@ -37,7 +39,7 @@ __all__ = ["device"]
 
 CASE, K = "int4 in groups of 128", 768
 each_case = pytest.mark.parametrize("case", INTERLEAVED)
-TILES = [*SCHEME_GEMV_TILES[2:]]
+TILES = [SCHEME_GEMV_TILES[N8_B1024], SCHEME_GEMV_TILES[N8_B2048]]
 
 
 def random_bytes(*shape: int) -> Tensor:
@@ -194,6 +196,16 @@ def test_the_order_costs_the_gemv_no_instruction(
     assert loads and all(load.endswith(".v4.b32") for load in loads)
     assert pointers_used_before_wait(interleaved["ttir"]) <= {"weight"}
     assert spilled_bytes(interleaved["ptx"], tmp_path) == 0
+
+
+def test_the_dense_weight_is_written_in_wide_stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    dequantised(INTERLEAVED[CASE][0], weight_tensors(CASE, 256, 4096), torch.bfloat16)
+    compiled = compile_for_hopper(launches[0], runs_ptxas=False)
+    stores = re.findall(r"st\.global\S*", compiled.asm["ptx"])
+    assert stores and all(store.endswith((".v4.b32", ".v2.b32")) for store in stores), set(stores)
+    assert spilled_bytes(compiled.asm["ptx"], tmp_path) == 0
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _plain_fragme
 from tcdeploy.kernels.linear.scheme_matmul import matmul
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
-    MAX_SUM_ROWS,
     REGISTER_GEMM_TILES,
     RegisterGemmTile,
     register_gemm_tile,
@@ -42,13 +41,17 @@ from tests.triton_tools import (
 __all__ = ["device"]
 
 CASE = "int4 in groups of 128"
+MAX_SPILLED_BYTES = 48  # of tiles with a limit of registers, with which two programs fit on an SM
 TILES = {tile.name: tile for tile in REGISTER_GEMM_TILES}
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
 
 
-def rows_of(tile: RegisterGemmTile) -> tuple[int, ...]:
-    """Numbers of rows for which the heuristics may choose a tile, one for each padded number."""
-    return (128,) if tile.scales_values else (16, 32, 64)
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
+
+
+def rows_of(tile: RegisterGemmTile) -> list[int]:
+    """Numbers of rows for which the heuristics choose a tile, one for each padded number."""
+    return [rows for rows in (16, 32, 64, 128) if any(register_gemm_tile(rows, n, k) == tile for n, k in SHAPES)]
 
 
 @each_tile
@@ -111,9 +114,9 @@ def test_a_scale_of_the_next_group_exceeds_the_tolerance(rows: int, device: str)
 
 
 def test_scales_multiply_the_values_only_where_the_sums_are_too_many() -> None:
-    for rows in range(2, MAX_GEMM_ROWS + 1):
-        for n, k in ((4096, 4096), (28672, 4096), (4096, 14336)):
-            assert register_gemm_tile(rows, n, k).scales_values == (rows > MAX_SUM_ROWS)
+    for n, k in SHAPES:
+        rows = [rows for rows in range(2, MAX_GEMM_ROWS + 1) if not register_gemm_tile(rows, n, k).scales_values]
+        assert rows == [*range(2, (32 if n == 28672 else 64) + 1)]
 
 
 @pytest.mark.parametrize(("tile", "rows"), [(tile, rows) for tile in REGISTER_GEMM_TILES for rows in rows_of(tile)])
@@ -136,7 +139,7 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
     assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx
     assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "no operand is written back to shared memory"
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
-    assert spilled_bytes(ptx, tmp_path) == 0
+    assert spilled_bytes(ptx, tmp_path) <= (MAX_SPILLED_BYTES if tile.max_registers else 0)
 
 
 @triton.jit
@@ -168,6 +171,6 @@ def test_ptx_and_the_plain_form_make_the_same_values(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("rows", [3, 16, 32, 64, 128])
 def test_real_shapes_agree_on_a_gpu(form: str, rows: int) -> None:
     """With the tiles of the heuristics."""
-    for n, k in ((4096, 4096), (28672, 4096), (4096, 14336)):
+    for n, k in SHAPES:
         x, tensors, extras = product(CASE, rows, form, device="cuda", n=n, k=k)
         assert_product_agrees(CASE, run(CASE, x, tensors, extras), x, tensors, extras)
