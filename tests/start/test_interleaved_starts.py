@@ -15,7 +15,8 @@ from tcdeploy.engine.check.parity_check import FAILED
 from tcdeploy.errors import CompileError
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
-from tcdeploy.models.convert.scheme_weight import SchemeWeight
+from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import SchemeExperts, SchemeWeight
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.weights.conversions import CONVERSIONS
 from tcdeploy.planning.recipe import build_recipe
@@ -99,6 +100,13 @@ def test_requested_weights_have_the_values_of_the_order_of_checkpoints(request_:
         plain = SCHEMES[PLAIN].quantise(stored[f"{path}.weight"], group)
         expected = SCHEMES[PLAIN].dequantise(plain, torch.float32)
         assert torch.equal(weight.dequantised(torch.float32), expected)  # type: ignore[attr-defined]
+
+
+def test_experts_keep_the_order_of_checkpoints(tmp_path: Path) -> None:
+    source = save_source(tmp_path / "source", "qwen3_moe", tie_word_embeddings=False)
+    weights = weights_of(loaded_model(source, quantize="int4"))
+    by_kind = {(type(weight), weight.in_features % 128 == 0): weight.scheme for weight in weights.values()}
+    assert by_kind[SchemeExperts, True] == PLAIN and by_kind[SchemeLinear, True] == SCHEME
 
 
 def test_random_weights_are_interleaved(folders: Folders) -> None:
