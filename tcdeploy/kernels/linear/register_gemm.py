@@ -16,7 +16,9 @@ The columns of a weight with few rows are split among programs, whose sums a sec
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,16 @@ from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMM = Kernel("tcdeploy.kernels.linear.register_gemm_kernel", "_register_gemm_kernel")
+MAX_STAGES, MIN_SHARED_BYTES = 4, 128 << 10
+
+
+@functools.cache
+def max_stages(device: torch.device) -> int:
+    """Of the software pipeline. With 128 rows of x, three take 112 KiB of shared memory; programs on Ada get 99."""
+    if device.type != "cuda":
+        return MAX_STAGES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return MAX_STAGES if properties.shared_memory_per_block_optin >= MIN_SHARED_BYTES else 2
 
 
 def register_gemm(
@@ -50,7 +62,7 @@ def register_gemm(
         addend_stride, weight.group, max(16, next_power_of_2(rows)), tile.block_n, REGISTER_BLOCK_K, gated,
         parts is not None, tile.scales_values, math.gcd(tile.unroll, k // splits // REGISTER_BLOCK_K),
         supports_pdl(x.device),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+        num_warps=tile.num_warps, num_stages=min(tile.num_stages, max_stages(x.device)), **options,
     )  # fmt: skip
     if parts is not None:
         sum_parts(out, parts, addend, gated)

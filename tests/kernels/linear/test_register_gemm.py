@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.testing import assert_close
+from triton.backends.compiler import GPUTarget
 
+from tcdeploy.kernels.linear import register_gemm
 from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _plain_fragment
 from tcdeploy.kernels.linear.scheme_matmul import matmul
 from tcdeploy.kernels.linear.scheme_tiles import (
@@ -21,6 +24,7 @@ from tcdeploy.kernels.linear.scheme_tiles import (
     register_gemm_tile,
 )
 from tcdeploy.planning.schemes import SCHEMES
+from tests import triton_tools
 from tests.kernels.linear.matmul_cases import assert_agrees, assert_reads_only
 from tests.kernels.linear.scheme_cases import (
     INTERLEAVED,
@@ -41,7 +45,7 @@ from tests.triton_tools import (
 __all__ = ["device"]
 
 CASE = "int4 in groups of 128"
-MAX_SPILLED_BYTES = 48  # of tiles with a limit of registers, with which two programs fit on an SM
+MAX_SPILLED_BYTES = 64  # of tiles with a limit of registers, with which two programs fit on an SM
 TILES = {tile.name: tile for tile in REGISTER_GEMM_TILES}
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
 
@@ -140,6 +144,26 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
     assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "no operand is written back to shared memory"
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
     assert spilled_bytes(ptx, tmp_path) <= (MAX_SPILLED_BYTES if tile.max_registers else 0)
+
+
+@pytest.mark.parametrize(("tile", "rows"), [(tile, rows) for tile in REGISTER_GEMM_TILES for rows in rows_of(tile)])
+def test_two_stages_fit_the_shared_memory_of_ada(
+    tile: RegisterGemmTile, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_tools, "HOPPER", GPUTarget("cuda", 89, 32))
+    monkeypatch.setattr(register_gemm, "max_stages", lambda device: 2)
+    launches = record_launches(monkeypatch)
+    x, tensors, extras = product(CASE, rows, "gated", n=512, k=4096)
+    run(CASE, x, tensors, extras, tile=tile)
+    assert compile_for_hopper(launches[0], runs_ptxas=False).metadata.shared <= 99 << 10
+
+
+@pytest.mark.parametrize(("shared_kib", "stages"), [(99, 2), (163, 4), (227, 4)])
+def test_stages_depend_on_the_shared_memory(shared_kib: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert register_gemm.max_stages.__wrapped__(torch.device("cuda", 0)) == stages
 
 
 @triton.jit
