@@ -102,7 +102,7 @@ REGISTER_GEMM_TILES = (
 )
 F64_S4, F128_S8, F128U2, F128_V_S4, F128_V_R128 = range(len(REGISTER_GEMM_TILES))
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
-MANY_COLUMNS = 8192  # of a weight whose columns are split further
+MANY_COLUMNS = 8192  # of a narrow weight whose columns are split further
 MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # with more rows of x, scales multiply values; of narrow and wide weights
 MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
 WIDE_N = 4 * ONE_WAVE_N
@@ -168,7 +168,7 @@ def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
     elif is_wide and rows > 16:
         tile = F128U2
     else:
-        tile = F128_S8 if k >= MANY_COLUMNS and rows <= 32 else F64_S4
+        tile = F128_S8 if not is_wide and k >= MANY_COLUMNS and rows <= 32 else F64_S4
     return REGISTER_GEMM_TILES[tile]
 
 
