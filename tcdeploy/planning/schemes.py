@@ -45,6 +45,18 @@ class FP8Inputs(NamedTuple):
     round: Callable[[Tensor], Tensor]
 
 
+class LinearOrder(NamedTuple):
+    """The order in which linear layers store the first tensor of a weight, if it is not that of the scheme.
+
+    scheme: the name of the scheme with this order; its other tensors are equal. takes: (columns, columns that share a
+    scale) -> whether weights of this shape can be stored so. reorder: the first tensor -> the same codes in this order.
+    """
+
+    scheme: str
+    takes: Callable[[int, int], bool]
+    reorder: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How weights [rows, columns] are stored: as `tensors`, in this order wherever a scheme's tensors are a list.
@@ -58,6 +70,7 @@ class Scheme:
     row_block: weights with equal columns are packed, by joining each of their tensors at dimension 0, if their numbers
         of rows are multiples of row_block: of the rows that share a scale, for example. 0: weights are not packed.
     fp8_inputs: None if inputs always keep their 16 bits.
+    linear_order: None if linear layers store weights as checkpoints and experts do.
     """
 
     name: str
@@ -67,17 +80,32 @@ class Scheme:
     quantise: Callable[..., Sequence[Tensor]]
     row_block: int
     fp8_inputs: FP8Inputs | None = None
+    linear_order: LinearOrder | None = None
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name
 
 
-def int4_scheme_name(dtype: str, zeros: bool, permuted: bool) -> str:
+def linear_scheme(name: str, columns: int, group_size: int) -> str:
+    """The scheme in which linear layers store weights of a scheme, with `group_size` columns that share a scale."""
+    order = SCHEMES[name].linear_order
+    return order.scheme if order is not None and order.takes(columns, group_size) else name
+
+
+def checkpoint_scheme(name: str) -> str:
+    """The inverse of `linear_scheme`: the scheme in whose order checkpoints store these weights."""
+    orders = {item.linear_order.scheme: item.name for item in SCHEMES.values() if item.linear_order is not None}
+    return orders.get(name, name)
+
+
+def int4_scheme_name(dtype: str, zeros: bool, permuted: bool, interleaved: bool = False) -> str:
     """The scheme of four-bit integers (kernels/linear/int4_scheme.py) for scales of this dtype, "float16" for example.
 
-    zeros: each group has a zero point. permuted: the columns are stored in another order.
+    zeros: each group has a zero point. permuted: the columns are stored in another order. interleaved: the codes of
+    each 32 columns are stored in the order of the tensor cores.
     """
-    return f"int4_{dtype}{'_zeros' if zeros else ''}{'_permuted' if permuted else ''}"
+    suffixes = {"_zeros": zeros, "_permuted": permuted, "_interleaved": interleaved}
+    return f"int4_{dtype}{''.join(suffix for suffix, has_suffix in suffixes.items() if has_suffix)}"
 
 
 def _is_size(expected: int | None, size: int) -> bool:

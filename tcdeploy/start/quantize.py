@@ -41,6 +41,7 @@ from tcdeploy.models.weights.writer import MAX_FILE_BYTES, TensorSpec, writing_t
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.quantize_request import QuantizeRequest, parse_quantize
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.planning.schemes import checkpoint_scheme
 from tcdeploy.start.decide import RequestedModel, trace_requested
 from tcdeploy.start.record.factors import READ_SUFFIXES
 
@@ -133,7 +134,7 @@ def schemes_by_name(requested: RequestedModel) -> dict[str, LayerScheme]:
             for part in _joined_rows(weight):
                 match part:
                     case ["tensor", name] if name.endswith(WEIGHT):
-                        schemes[name] = LayerScheme(scheme, group_size)
+                        schemes[name] = LayerScheme(checkpoint_scheme(scheme), group_size)
                     case _:
                         raise _conversion_error(weight)
     return schemes

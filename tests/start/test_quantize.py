@@ -25,6 +25,7 @@ from tcdeploy.models.load_model import load_model
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.weights.weight_paths import INDEX
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.start import quantize
 from tcdeploy.start.decide import RequestedModel, decide
 from tcdeploy.start.planned import StartRequest
@@ -73,6 +74,17 @@ def test_a_saved_model_has_the_tensors_of_the_request(to: str, dtype: str, tmp_p
     saved = save(tmp_path / "out", to)
     assert (saved.quantised, saved.dense, saved.format) == (42, (), to)
     assert_equal(tensors_of(tmp_path / "out", dtype=dtype), tensors_of(TINY, quantize=to, dtype=dtype))
+
+
+def test_a_saved_model_has_the_order_of_its_format(tmp_path: Path) -> None:
+    """Loaded layers with groups of 128 have another one, those of `down_proj` in this model."""
+    save(tmp_path / "out", "int4")
+    name = "model.layers.0.mlp.down_proj"
+    codes, _ = SCHEMES["int4_bfloat16"].quantise(load_file(TINY_FOLDER / WEIGHTS)[f"{name}.weight"], 128)
+    assert torch.equal(load_file(tmp_path / "out" / WEIGHTS)[f"{name}.weight_packed"], codes.view(torch.int32))
+    found, expected = tensors_of(tmp_path / "out"), tensors_of(TINY, quantize="int4")
+    assert_equal(found, expected)
+    assert not torch.equal(found[f"{name}.weight"], codes)
 
 
 @pytest.mark.parametrize("stored_dtype", [torch.float32, torch.float16])

@@ -43,6 +43,7 @@ from tcdeploy.kernels.experts.tiles import (
     gemv_tile,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
+from tcdeploy.kernels.linear.int4_scheme import INTERLEAVED_NAMES
 from tcdeploy.kernels.linear.scheme_matmul import is_capable
 from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
@@ -90,7 +91,8 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
     """Whether the kernels multiply inputs of this dtype by these weights. Works on fake tensors."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    if scheme and (scheme not in FORMATS or not all(tensor.is_contiguous() for tensor in tensors)):
+    has_format = scheme in FORMATS and scheme not in INTERLEAVED_NAMES
+    if scheme and not (has_format and all(tensor.is_contiguous() for tensor in tensors)):
         return False
     weights = expert_weights(scheme, tensors)
     n, row_size = weights.weight.shape[1:]

@@ -6,57 +6,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _word_values
+from tcdeploy.kernels.linear.scheme_codes import _fragment_values
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
 @ignore_comments
 @triton.jit
-def _weight_tile(words, DTYPE: tl.constexpr):
-    """The values [n, k] of words [n, k / 8], in an order of columns in which no value changes its thread.
-
-    Of 16 columns, the tensor cores take 2t, 2t + 1, 2t + 8 and 2t + 9 from thread t of four. A thread has the 8 codes
-    of a word, so it gives four of them, those of two bytes, to each of two instructions.
-    """
-    values = _word_values(words, DTYPE)
-    values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))  # n, 32s, t, code, byte, bytes
-    return tl.reshape(tl.permute(values, (0, 1, 5, 4, 2, 3)), (words.shape[0], 8 * words.shape[1]))
-
-
-@ignore_comments
-@triton.jit
-def _fragment_tile(words, scales, DTYPE: tl.constexpr):
-    """The values [n, k] of words [n, k / 8] in the order of register_gemm.py's `fragment_order`, times `scales` [n]."""
+def _weight_tile(words, scales, DTYPE: tl.constexpr):
+    """The values [n, k] of words [n, k / 8], times `scales` [n], if not None. No value changes its thread."""
     values = _fragment_values(words, scales, DTYPE)
-    # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `fragment_order`
+    # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `int4_scheme.interleave`
     values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))
     return tl.reshape(tl.permute(values, (0, 1, 4, 5, 2, 3)), (words.shape[0], 8 * words.shape[1]))
 
 
 @ignore_comments
 @triton.jit
-def _input_tile(inputs):
-    """x [m, k] with its columns in the order of `_weight_tile`."""
-    tile = tl.reshape(inputs, (inputs.shape[0], inputs.shape[1] // 32, 4, 2, 2, 2))  # m, 32s, t, bytes, byte, code
-    return tl.reshape(tl.permute(tile, (0, 1, 3, 4, 2, 5)), inputs.shape)
-
-
-@ignore_comments
-@triton.jit
-def _add_step(acc, words, inputs, scales, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr):
+def _add_step(acc, words, inputs, scales, SCALES_VALUES: tl.constexpr):
     """acc [n, m] plus the product of words [n, k / 8] and inputs [m, k], times `scales` [n], if not None."""
     DTYPE: tl.constexpr = inputs.dtype
-    if SCALES_VALUES and scales is not None:
-        acc = tl.dot(_fragment_tile(words, scales.to(DTYPE), DTYPE), tl.trans(inputs), acc)
+    if scales is None:
+        acc = tl.dot(_weight_tile(words, None, DTYPE), tl.trans(inputs), acc)
+    elif SCALES_VALUES:
+        acc = tl.dot(_weight_tile(words, scales.to(DTYPE), DTYPE), tl.trans(inputs), acc)
     else:
-        if FRAGMENTS:
-            values = _fragment_tile(words, None, DTYPE)
-        else:
-            values, inputs = _weight_tile(words, DTYPE), _input_tile(inputs)
-        if scales is None:
-            acc = tl.dot(values, tl.trans(inputs), acc)
-        else:
-            acc += tl.dot(values, tl.trans(inputs)) * scales.to(tl.float32)[:, None]
+        acc += tl.dot(_weight_tile(words, None, DTYPE), tl.trans(inputs)) * scales.to(tl.float32)[:, None]
     return acc
 
 
@@ -65,8 +39,7 @@ def _add_step(acc, words, inputs, scales, FRAGMENTS: tl.constexpr, SCALES_VALUES
 def _register_gemm_kernel(
     out, x, weight, row_scale, group_scale, addend, rows, n, k, split_k, row_words, groups, x_stride, addend_stride,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    IS_SPLIT: tl.constexpr, FRAGMENTS: tl.constexpr, SCALES_VALUES: tl.constexpr, UNROLL: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, SCALES_VALUES: tl.constexpr, UNROLL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     row, tile_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     n_tile, first = tl.program_id(0), tl.program_id(1) * split_k
@@ -83,7 +56,6 @@ def _register_gemm_kernel(
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    scales = tl.load(group_scale + w_row * groups + first // GROUP) if group_scale is not None else None
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, split_k, BLOCK_K * UNROLL):
         for step in tl.static_range(UNROLL):
@@ -91,13 +63,10 @@ def _register_gemm_kernel(
             words = tl.load(w_ptrs + column // 8)
             inputs = tl.load(x_ptrs + column, mask=x_mask, other=0.0)
             if group_scale is not None:
-                # With FRAGMENTS, this step's scales are used: Triton loads them in the layout of the tensor cores.
-                following = first + column if FRAGMENTS else tl.minimum(first + column + BLOCK_K, k - 1)
-                following_scales = tl.load(group_scale + w_row * groups + following // GROUP)
-                scales = following_scales if FRAGMENTS else scales
-            acc = _add_step(acc, words, inputs, scales, FRAGMENTS, SCALES_VALUES)
-            if group_scale is not None:
-                scales = following_scales
+                scales = tl.load(group_scale + w_row * groups + (first + column) // GROUP)
+            else:
+                scales = None
+            acc = _add_step(acc, words, inputs, scales, SCALES_VALUES)
 
     if row_scale is not None:
         acc *= tl.load(row_scale + w_row).to(tl.float32)[:, None]

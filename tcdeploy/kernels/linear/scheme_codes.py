@@ -210,33 +210,6 @@ def _pair(pairs, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
-def _plain_pair(byte, DTYPE: tl.constexpr):
-    """[..., 2]: the two int4 values of a byte in int32."""
-    low, high = _plain_values(byte & 255, None, "int4", DTYPE)
-    return tl.join(low, high)
-
-
-@ignore_comments
-@triton.jit
-def _word_values(words, DTYPE: tl.constexpr):
-    """The 8 int4 values of words [n, words] in a 16-bit DTYPE: [n, words, code of a byte, byte % 2, byte // 2]."""
-    if HAS_PTX:
-        IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
-        PTX: tl.constexpr = _INT4_BF16 if IS_BF16 else _INT4_F16
-        shifts = tl.full([1, 1], 0xC308C308 - 0x100000000 if IS_BF16 else 0xE408E408 - 0x100000000, tl.int32)
-        first, second, third, last = tl.inline_asm_elementwise(
-            PTX, "=r,=r,=r,=r,r,r,r,r,r", [words, shifts, shifts, shifts, shifts],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-        first, second, third, last = _pair(first, DTYPE), _pair(second, DTYPE), _pair(third, DTYPE), _pair(last, DTYPE)
-    else:
-        first, second = _plain_pair(words, DTYPE), _plain_pair(words >> 8, DTYPE)
-        third, last = _plain_pair(words >> 16, DTYPE), _plain_pair(words >> 24, DTYPE)
-    return tl.join(tl.join(first, second), tl.join(third, last))
-
-
-@ignore_comments
-@triton.jit
 def _plain_fragment(words, i: tl.constexpr, DTYPE: tl.constexpr):
     """The int4 values of codes i and i + 4 of words: [..., 2]."""
     codes = tl.join(words >> 4 * i, words >> 4 * i + 16) & 15

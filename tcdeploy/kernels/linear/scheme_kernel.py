@@ -28,9 +28,10 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 
 @ignore_comments
 @triton.jit
-def _load_row(pointer, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_row(pointer, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """[CHUNKS, COLUMNS] consecutive elements in float32; COLUMNS is 16 or 32.
 
+    If INTERLEAVED, the 32 elements are in the order of the codes of the weight (int4_scheme.py).
     They belong to the 16 bytes of the weight that a thread loads at once. A thread cannot load as many of them at once:
     they are loaded by eights, and put together in registers. Loaded in one piece, they would go through shared memory.
     """
@@ -40,7 +41,9 @@ def _load_row(pointer, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
             tl.join(tl.load(ptrs), tl.load(ptrs + 16)),
             tl.join(tl.load(ptrs + 8), tl.load(ptrs + 24)),
         )
-        eights = tl.permute(tl.join(even_eights, odd_eights), (0, 2, 3, 1))
+        eights = tl.join(even_eights, odd_eights)
+        if not INTERLEAVED:
+            eights = tl.permute(eights, (0, 2, 3, 1))
     else:
         eights = tl.permute(tl.join(tl.load(ptrs), tl.load(ptrs + 8)), (0, 2, 1))
     return tl.reshape(eights, (CHUNKS, COLUMNS)).to(tl.float32)
@@ -79,7 +82,7 @@ def _multiply_tile(
 def _scheme_gemv_kernel(
     out, x, weight, row_scale, group_scale, zero, addend, norm, n, k, row_bytes, groups, eps,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     CHUNKS: tl.constexpr = BLOCK_BYTES // 16
@@ -105,18 +108,18 @@ def _scheme_gemv_kernel(
     if addend is not None:
         addend_tile = tl.load(addend + column)
 
-    inputs = _load_row(x, CHUNKS, 16 * PER_BYTE)
+    inputs = _load_row(x, CHUNKS, 16 * PER_BYTE, INTERLEAVED)
     if norm is not None:
         squares = inputs * inputs
-        inputs *= _load_row(norm, CHUNKS, 16 * PER_BYTE)
+        inputs *= _load_row(norm, CHUNKS, 16 * PER_BYTE, INTERLEAVED)
     offsets = group_rows + sum_columns // GROUP
     acc = _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
     for start in tl.range(BLOCK_BYTES, row_bytes, BLOCK_BYTES):
         codes = tl.load(w_ptrs + start, eviction_policy="evict_first")
-        inputs = _load_row(x + start * PER_BYTE, CHUNKS, 16 * PER_BYTE)
+        inputs = _load_row(x + start * PER_BYTE, CHUNKS, 16 * PER_BYTE, INTERLEAVED)
         if norm is not None:
             squares += inputs * inputs
-            inputs *= _load_row(norm + start * PER_BYTE, CHUNKS, 16 * PER_BYTE)
+            inputs *= _load_row(norm + start * PER_BYTE, CHUNKS, 16 * PER_BYTE, INTERLEAVED)
         offsets = group_rows + (start * PER_BYTE + sum_columns) // GROUP
         acc += _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
 
@@ -138,7 +141,7 @@ def _scheme_gemv_kernel(
 def _scheme_dequantise_kernel(
     out, weight, row_scale, group_scale, zero, n, k, row_bytes, groups,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -159,7 +162,11 @@ def _scheme_dequantise_kernel(
             zeros = tl.full([1, 1], _default_zero(FORMAT), tl.float32)
         low, high = _code_floats(codes, FORMAT)
         values = (tl.join(low, high) - (1.0 + zeros / 128.0)[:, :, None]) * (128.0 * _unit(FORMAT))
-        values = tl.reshape(values * factors[:, :, None], (BLOCK_N, BLOCK_BYTES * 2))
+        values *= factors[:, :, None]
+        if INTERLEAVED:  # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `int4_scheme.interleave`
+            values = tl.reshape(values, (BLOCK_N, BLOCK_BYTES // 16, 4, 2, 2, 2))
+            values = tl.permute(values, (0, 1, 4, 5, 2, 3))
+        values = tl.reshape(values, (BLOCK_N, BLOCK_BYTES * 2))
     else:
         values = _byte_values(codes, tl.float32) * factors
     column = tl.program_id(1) * BLOCK_BYTES * PER_BYTE + tl.arange(0, BLOCK_BYTES * PER_BYTE)

@@ -6,11 +6,8 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 9 to 32 rows of int4 without zero points, in groups of 128 or more, where it is faster and no SwiGLU follows
-  (register_gemm.py): the weight is the first operand of larger tensor-core instructions. A step has one group, whose
-  scale multiplies its sums.
-- One row of int4 without zero points, in groups of a multiple of 128 (persistent_gemv.py): persistent programs. Used
-  only if the caller passes a tile, since it is not timed yet.
+- 2 to 128 rows of interleaved int4 (register_gemm.py): the weight is the first operand of larger tensor-core
+  instructions.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -34,7 +31,7 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import fp4_scheme
-from tcdeploy.kernels.linear.persistent_gemv import persistent_gemv
+from tcdeploy.kernels.linear.int4_scheme import INTERLEAVED_NAMES
 from tcdeploy.kernels.linear.register_gemm import register_gemm
 from tcdeploy.kernels.linear.scheme_gemm import gemm
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
@@ -42,7 +39,7 @@ from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
     MIN_SLICE,
-    PersistentGemvTile,
+    WIDE_N,
     RegisterGemmTile,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
@@ -81,6 +78,15 @@ def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tens
     return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
 
 
+def is_norm_fusable(scheme: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether a product of one row should normalise its input. Works on fake tensors.
+
+    Each program normalises the row. With many programs and 4-bit weights, where instructions limit the speed, that
+    takes longer than a kernel of the norm.
+    """
+    return scheme not in INTERLEAVED_NAMES or len(tensors[0]) < WIDE_N
+
+
 def is_capable(tensors: Sequence[Tensor]) -> bool:
     """Whether the GPU of these tensors of a weight can run the kernels."""
     needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
@@ -113,13 +119,12 @@ def matmul(
         x = x.index_select(1, weight.columns)
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
-    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_plain_int4 and not gated)
-    assert rows == 1 or not isinstance(tile, SchemeGemvTile | PersistentGemvTile)
-    assert norm is None or isinstance(tile, SchemeGemvTile | PersistentGemvTile)
+    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_interleaved)
+    assert rows == 1 or not isinstance(tile, SchemeGemvTile)
+    assert norm is None or isinstance(tile, SchemeGemvTile)
+    assert not weight.is_interleaved or isinstance(tile, SchemeGemvTile | RegisterGemmTile)
     if isinstance(tile, SchemeGemvTile):
         _gemv(out, x, weight, addend, gated, norm, eps, tile)
-    elif isinstance(tile, PersistentGemvTile):
-        persistent_gemv(out, x, weight, addend, gated, norm, eps, tile)
     elif isinstance(tile, SchemeSkinnyGemmTile):
         _skinny_gemm(out, x, weight, addend, gated, tile)
     elif isinstance(tile, RegisterGemmTile):
@@ -139,7 +144,7 @@ def _gemv(
         (n // tile.block_n,),
         out, x, weight.weight, weight.row_scale, weight.group_scale, weight.zero, addend, norm, n, x.shape[1],
         row_bytes, weight.groups, eps, weight.format, weight.group, weight.row_block, tile.block_n,
-        fit_block(tile.block_bytes, row_bytes), gated, use_pdl,
+        fit_block(tile.block_bytes, row_bytes), weight.is_interleaved, gated, use_pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 
@@ -169,7 +174,8 @@ def dequantised(scheme: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> T
     DEQUANTISE.launch(
         (-(-n // DEQUANTISE_ROWS), -(-row_bytes // DEQUANTISE_BYTES)),
         out, weight.weight, weight.row_scale, weight.group_scale, weight.zero, n, weight.k, row_bytes, weight.groups,
-        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, num_warps=DEQUANTISE_WARPS,
+        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, weight.is_interleaved,
+        num_warps=DEQUANTISE_WARPS,
     )  # fmt: skip
     return out
 

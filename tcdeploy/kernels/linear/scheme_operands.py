@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tcdeploy.kernels.linear import fp4_scheme, fp8_scheme, int4_scheme, int8_scheme
-from tcdeploy.kernels.linear.scheme_tiles import REGISTER_BLOCK_K
 from tcdeploy.planning.schemes import SCHEMES
 
 FORMATS = {  # how the kernels make values of a scheme's bytes
@@ -31,6 +30,7 @@ class Operands(NamedTuple):
     groups: int
     group: int  # columns of a group; the last may be partial
     row_block: int  # rows that share the scales of groups
+    is_interleaved: bool = False  # the codes of each 32 columns are in the order of `int4_scheme.interleave`
 
     @property
     def per_byte(self) -> int:
@@ -40,11 +40,6 @@ class Operands(NamedTuple):
     @property
     def k(self) -> int:
         return self.weight.shape[-1] * self.per_byte
-
-    @property
-    def is_plain_int4(self) -> bool:
-        """Whether a value is its code minus 8, and groups are multiples of 128 columns: for register_gemm.py."""
-        return self.format == "int4" and self.zero is None and self.group % REGISTER_BLOCK_K == 0
 
 
 @functools.cache
@@ -63,4 +58,5 @@ def operands(scheme: str, tensors: Sequence[Tensor]) -> Operands:
     is_row_scale = groups == 1 and scheme not in (fp4_scheme.MXFP4_NAME, fp4_scheme.NVFP4_NAME)
     row_scale, group_scale = (scale, None) if is_row_scale else (by_suffix.get("weight_global_scale"), scale)
     k = weight.shape[1] * (2 if kind in TWO_PER_BYTE else 1)
-    return Operands(kind, weight, row_scale, group_scale, zero, columns, groups, k // groups, 1)
+    is_interleaved = scheme in int4_scheme.INTERLEAVED_NAMES
+    return Operands(kind, weight, row_scale, group_scale, zero, columns, groups, k // groups, 1, is_interleaved)

@@ -1,8 +1,9 @@
 """The shapes that the kernels of quantised weights accept, and their tiles. Does not import Triton.
 
 The heuristics choose the tiles that scripts/bench-scheme-linear found fastest on an H200, for the products of Llama 8B
-and 1, 4, 8, 16, 32, 64 and 128 rows. With int4 weights, the four products of a layer take at most 8% longer than with
-the fastest tile of each, with mxfp4 at most 11%. Tiles of more than 64 rows were timed with 4-bit weights only.
+and 1, 4, 8, 16, 32, 64 and 128 rows. With mxfp4 weights, the four products of a layer take at most 11% longer than with
+the fastest tile of each, with interleaved int4 at most 3%. Tiles of more than 64 rows were timed with 4-bit weights
+only, and those of interleaved int4 with the operations that decode steps fuse.
 
 Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
 faster for 4-bit weights with many columns, and slower for all others.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, TypeAlias
 
-from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N
+from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N, SMALL_N
 
 MIN_GROUP = 16  # columns that share a scale
 MIN_SLICE = 32  # columns of a slice of the skinny GEMM. With 16, code of Triton 3.6 adds some products twice
@@ -29,17 +30,6 @@ class SchemeGemvTile(NamedTuple):
     block_n: int
     block_bytes: int
     num_warps: int
-
-
-class PersistentGemvTile(NamedTuple):
-    """The shape of a persistent GEMV program, which computes many tiles of `block_n` rows of the weight."""
-
-    name: str
-    block_n: int
-    num_warps: int
-    num_stages: int  # of the software pipeline
-    programs_per_sm: int
-    is_early: bool = False  # a program's first tile is loaded before the previous kernel has ended
 
 
 class SchemeSkinnyGemmTile(NamedTuple):
@@ -65,42 +55,27 @@ class SchemeGemmTile(NamedTuple):
 
 
 class RegisterGemmTile(NamedTuple):
-    """The shape of one program that has all rows of x: rows of an int4 weight."""
+    """The shape of one program that has all rows of x: rows of an interleaved int4 weight."""
 
     name: str
     block_n: int
     splits: int  # parts of the columns, each the work of a program
     num_warps: int
     num_stages: int  # of the software pipeline
-    fragments: bool = False  # the codes of the weight are in the order of `fragment_order`
     scales_values: bool = False  # scales multiply the values, in x's dtype, instead of the sums
     max_registers: int | None = None  # per thread
     unroll: int = 1  # steps of 128 columns between two barriers; fewer if the number of steps is not a multiple
 
 
-Tile: TypeAlias = SchemeGemvTile | PersistentGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
+Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
 
 SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
     SchemeGemvTile("n2_b2048", 2, 2048, 4),
     SchemeGemvTile("n8_b2048", 8, 2048, 4),
-    # Not timed yet, so the heuristics do not choose them:
-    SchemeGemvTile("n16_b2048", 16, 2048, 4),
-    SchemeGemvTile("n16_b1024", 16, 1024, 4),
     SchemeGemvTile("n8_b1024", 8, 1024, 2),
 )
-N4_B2048, N2_B2048, N8_B2048, N16_B2048, N16_B1024, N8_B1024 = range(len(SCHEME_GEMV_TILES))
-
-PERSISTENT_GEMV_TILES = (  # not timed yet, so the heuristics do not choose them
-    PersistentGemvTile("p8", 8, 4, 3, 4),
-    PersistentGemvTile("p8_5", 8, 4, 3, 5),
-    PersistentGemvTile("p8w8", 8, 8, 3, 3),
-    PersistentGemvTile("p4", 4, 4, 4, 5),
-    PersistentGemvTile("p16", 16, 4, 2, 4),
-    PersistentGemvTile("p4w8", 4, 8, 3, 2),
-    PersistentGemvTile("p8_early", 8, 4, 3, 4, True),
-    PersistentGemvTile("p4_early", 4, 4, 4, 4, True),
-)
+N4_B2048, N2_B2048, N8_B2048, N8_B1024 = range(len(SCHEME_GEMV_TILES))
 SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
     SchemeSkinnyGemmTile("n16_k512", 16, 512, 4, 4),
@@ -119,36 +94,16 @@ SCHEME_GEMM_TILES = (
 )
 M64_N64_S4, M64_N128, M128_N64_S4, M128_N128 = range(len(SCHEME_GEMM_TILES))
 REGISTER_GEMM_TILES = (
-    RegisterGemmTile("r64_s4", 64, 4, 4, 4),
-    RegisterGemmTile("r128", 128, 1, 8, 3),
-    RegisterGemmTile("r128_s8", 128, 8, 8, 3),
+    RegisterGemmTile("f64_s4", 64, 4, 4, 4),
+    RegisterGemmTile("f128_s8", 128, 8, 8, 3),
+    RegisterGemmTile("f128u2", 128, 1, 8, 3, unroll=2),
+    RegisterGemmTile("f128_v_s4", 128, 4, 8, 3, True),
+    RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, 128),
 )
-R64_S4, R128, R128_S8 = range(len(REGISTER_GEMM_TILES))
-FRAGMENT_GEMM_TILES = (  # not timed yet; no weight of a model is converted to `fragment_order`
-    RegisterGemmTile("f64", 64, 1, 4, 4, True),
-    RegisterGemmTile("f64_s4", 64, 4, 4, 4, True),
-    RegisterGemmTile("f64_s8", 64, 8, 4, 4, True),
-    RegisterGemmTile("f128w4", 128, 1, 4, 4, True),
-    RegisterGemmTile("f128w4_s2", 128, 2, 4, 4, True),
-    RegisterGemmTile("f128w4_s4", 128, 4, 4, 4, True),
-    RegisterGemmTile("f128", 128, 1, 8, 3, True),
-    RegisterGemmTile("f128_s4", 128, 4, 8, 3, True),
-    RegisterGemmTile("f128_s8", 128, 8, 8, 3, True),
-    RegisterGemmTile("f64u2", 64, 1, 4, 3, True, unroll=2),
-    RegisterGemmTile("f64u2_s4", 64, 4, 4, 3, True, unroll=2),
-    RegisterGemmTile("f128u2", 128, 1, 8, 3, True, unroll=2),
-    RegisterGemmTile("f128u2_s8", 128, 8, 8, 3, True, unroll=2),
-    RegisterGemmTile("f128_v", 128, 1, 8, 3, True, True),
-    RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, True, 128),
-    RegisterGemmTile("f128w4_v", 128, 1, 4, 4, True, True),
-    RegisterGemmTile("f128_v_s4", 128, 4, 8, 3, True, True),
-    RegisterGemmTile("f128_v_s8", 128, 8, 8, 3, True, True),
-    RegisterGemmTile("f256_v", 256, 1, 8, 3, True, True),
-    RegisterGemmTile("f256_v_s4", 256, 4, 8, 3, True, True),
-    RegisterGemmTile("f256_v_s8", 256, 8, 8, 3, True, True),
-)
+F64_S4, F128_S8, F128U2, F128_V_S4, F128_V_R128 = range(len(REGISTER_GEMM_TILES))
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
-MIN_REGISTER_K, MANY_COLUMNS = 4096, 8192  # products of fewer columns were not timed; more are split further
+MANY_COLUMNS = 8192  # of a narrow weight whose columns are split further
+MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # with more rows of x, scales multiply values; of narrow and wide weights
 MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
@@ -160,7 +115,7 @@ def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
     return 1 <= rows <= MAX_GEMM_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
-def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
+def gemv_tile(n: int, per_byte: int, is_interleaved: bool) -> SchemeGemvTile:
     """A tile for one row: with fewer rows of the weight if there would be too few programs to fill the GPU.
 
     With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
@@ -168,15 +123,16 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
     """
     if n <= ONE_WAVE_N:
         return SCHEME_GEMV_TILES[N2_B2048]
+    if is_interleaved and n > SMALL_N:
+        return SCHEME_GEMV_TILES[N8_B1024]
     return SCHEME_GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
-def choose_tile(rows: int, n: int, k: int, per_byte: int, may_use_registers: bool) -> Tile:
-    """`may_use_registers`: register_gemm.py supports the weight, and no SwiGLU is fused (not timed with it)."""
+def choose_tile(rows: int, n: int, k: int, per_byte: int, is_interleaved: bool) -> Tile:
     if rows == 1:
-        return gemv_tile(n, per_byte)
-    if may_use_registers and (tile := register_gemm_tile(rows, n, k)) is not None:
-        return tile
+        return gemv_tile(n, per_byte, is_interleaved)
+    if is_interleaved:
+        return register_gemm_tile(rows, n, k)
     if rows <= (MAX_4_BIT_SKINNY_ROWS if per_byte == 2 else MAX_ROWS):
         return skinny_gemm_tile(rows, n, per_byte)
     return gemm_tile(rows, n)
@@ -204,18 +160,16 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
     return SCHEME_SKINNY_GEMM_TILES[tile]
 
 
-def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile | None:
-    """A tile for 9 to 32 rows, or None where another kernel was as fast or no product was timed.
-
-    Narrow weights have too few tiles, so their columns are split among programs.
-    """
-    if not 8 < rows <= MAX_4_BIT_SKINNY_ROWS:
-        return None
-    if n >= WIDE_N:
-        return REGISTER_GEMM_TILES[R128] if rows > 16 else None
-    if k < MIN_REGISTER_K:
-        return None
-    return REGISTER_GEMM_TILES[R128_S8 if k >= MANY_COLUMNS else R64_S4]
+def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
+    """A tile for 2 to 128 rows. Narrow weights have too few tiles, so their columns are split among programs."""
+    is_wide = n >= WIDE_N
+    if rows > (MAX_WIDE_SUM_ROWS if is_wide else MAX_SUM_ROWS):
+        tile = F128_V_R128 if is_wide else F128_V_S4
+    elif is_wide and rows > 16:
+        tile = F128U2
+    else:
+        tile = F128_S8 if not is_wide and k >= MANY_COLUMNS and rows <= 32 else F64_S4
+    return REGISTER_GEMM_TILES[tile]
 
 
 def gemm_tile(rows: int, n: int) -> SchemeGemmTile:

@@ -15,7 +15,7 @@ from tcdeploy.models.convert.scheme_experts import StackedWeight, stacked_weight
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
 from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.formats.quantised_weight import LayerScheme
-from tcdeploy.planning.schemes import SCHEMES, Scheme
+from tcdeploy.planning.schemes import SCHEMES, Scheme, linear_scheme
 
 # (scheme, weight, columns that share a scale): the tensors of the scheme. weight: [rows, columns], or those of experts
 # [experts, rows, columns], whose tensors are stacked.
@@ -96,7 +96,8 @@ def quantisable_weights(model: nn.Module, scheme_of: Callable[[str], LayerScheme
         choice = scheme_of(path)
         if choice is None or (choice.group_size and columns % choice.group_size):
             continue
-        scheme = SCHEMES[choice.scheme]
-        if scheme.row_block or isinstance(place, nn.Linear):
-            weights.append(QuantisableWeight(model, path, scheme, choice.group_size or columns, place))
+        group_size, is_linear = choice.group_size or columns, isinstance(place, nn.Linear)
+        scheme = SCHEMES[linear_scheme(choice.scheme, columns, group_size) if is_linear else choice.scheme]
+        if scheme.row_block or is_linear:
+            weights.append(QuantisableWeight(model, path, scheme, group_size, place))
     return weights

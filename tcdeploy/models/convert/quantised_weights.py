@@ -34,7 +34,7 @@ from tcdeploy.models.formats.methods import (
     quantisation_method,
     quantisation_settings,
 )
-from tcdeploy.models.formats.quantised_weight import HINT, Layer, LayerScheme, QuantisedWeight
+from tcdeploy.models.formats.quantised_weight import HINT, Layer, LayerScheme, QuantisedWeight, in_linear_order
 from tcdeploy.models.weights.files import STAND_IN_DTYPE, TensorHeader
 from tcdeploy.models.weights.reader import THREADS, StoredTensor, read_tensor
 from tcdeploy.models.weights.sources import WeightSource, replace_tensors, stored_names
@@ -153,6 +153,7 @@ def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWe
         if type(module) is Conv1D and _stand_in(module.weight, weights):
             raise UnsupportedModelError(f"{path} is a quantised Conv1D, which is not supported", NOT_QUANTISED_HINT)
         if weight is not None and weight.scheme:
+            weight = in_linear_order(weight)
             tensors = [_traced(source, trace) for source in weight.tensors]
             layer = SchemeLinear(SCHEMES[weight.scheme], tensors, module.bias)
             model.set_submodule(path, layer)

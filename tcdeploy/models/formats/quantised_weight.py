@@ -19,7 +19,7 @@ from tcdeploy.errors import ModelError
 from tcdeploy.models.weights.reader import StoredTensor
 from tcdeploy.models.weights.sources import Source, WeightSource, source_shape
 from tcdeploy.planning.dtypes import dtype_name
-from tcdeploy.planning.schemes import SCHEMES
+from tcdeploy.planning.schemes import SCHEMES, linear_scheme
 
 HINT = "download the model again, or use the config.json that belongs to these weights"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of scales
@@ -115,6 +115,17 @@ def weight_in_scheme(
             return QuantisedWeight(names, (rows, columns), dense, scheme, tensors, scales=scales)
     stored = ", ".join(f"{name} {[*checkpoint[name].shape]}" for name in names)
     raise ModelError(f"tensors of {layer.model} have shapes that are impossible in {scheme}: {stored}", HINT)
+
+
+def in_linear_order(weight: QuantisedWeight) -> QuantisedWeight:
+    """A weight that has a scheme, as linear layers store it."""
+    (_, columns), (codes, *others) = weight.shape, weight.tensors
+    groups = others[0].shape[1] if others and len(others[0].shape) == 2 else 1
+    scheme = linear_scheme(weight.scheme, columns, columns // groups)
+    if scheme == weight.scheme:
+        return weight
+    reordered = codes._replace(source=converted("in_linear_order", codes.shape, [codes.source], weight.scheme))
+    return weight._replace(scheme=scheme, tensors=(reordered, *others))
 
 
 def check_groups(layer: Layer, suffix: str, columns: int, groups: int) -> None:

@@ -41,6 +41,13 @@ def quantised_tensors(weight: Tensor, scheme: str, group_size: int) -> list[Tens
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 
+def in_linear_order(tensors: Sequence[Tensor], scheme: str) -> Tensor:
+    """The first tensor of a weight in a scheme, in the order in which linear layers store it."""
+    order, (weight,) = SCHEMES[scheme].linear_order, tensors
+    assert order is not None
+    return torch.cat([order.reorder(chunk) for chunk in weight.split(max(1, CHUNK_ELEMENTS // weight.shape[1]))])
+
+
 def repeated(tensors: Sequence[Tensor], rows: int) -> Tensor:
     """One value for all rows: [rows]."""
     return tensors[0].reshape(1).expand(rows)
@@ -179,8 +186,8 @@ def reduced(tensors: Sequence[Tensor], value: float) -> Tensor:
 CONVERSIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (
-        dequantised, quantised, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked, nibbles, awq_values,
-        awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, divided, table_values,
+        dequantised, quantised, in_linear_order, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked,
+        nibbles, awq_values, awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, divided, table_values,
         signed_nibbles_and_offsets, mxfp4_experts, reduced, gguf_values, q4_0_nibbles,
     )
 }  # fmt: skip

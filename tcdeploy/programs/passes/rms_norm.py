@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 import tcdeploy.kernels.experts.ops  # noqa: F401 - registers the ops, as the next line does
 import tcdeploy.kernels.linear.ops  # noqa: F401
+from tcdeploy.kernels.linear.scheme_matmul import is_norm_fusable
 from tcdeploy.programs.passes.nodes import (
     CONVERT_ELEMENT_TYPE,
     RESHAPES,
@@ -52,7 +53,7 @@ def fuse_rms_norm(graph: Graph) -> None:
     """Fuse each RMSNorm whose only readers are nodes of FUSABLE_LINEARS with one row."""
     matches = {}
     for node in graph.nodes:
-        if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1 and not _is_quantised(node):
+        if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1 and _takes_norm(node):
             norm = _match_rms_norm(node.args[0])
             if norm is not None:
                 matches[node] = norm
@@ -61,9 +62,13 @@ def fuse_rms_norm(graph: Graph) -> None:
         _fuse(graph, node, norm)
 
 
-def _is_quantised(node: Node) -> bool:
-    """Whether the node is a product of quantised experts, whose kernel cannot normalise its input."""
-    return node.target is EXPERT_LINEAR and node.args[4] != ""
+def _takes_norm(node: Node) -> bool:
+    """Whether the kernel of a product can normalise its input, and is not slower than the norm and the product."""
+    if node.target is EXPERT_LINEAR:
+        return node.args[4] == ""
+    if node.target is SCHEME_LINEAR:
+        return is_norm_fusable(str(node.args[-1]), [tensor.meta["val"] for tensor in node.args[1]])  # type: ignore[union-attr]
+    return True
 
 
 def _match_rms_norm(row: Node) -> RMSNormMatch | None:

@@ -31,6 +31,13 @@ CASES = {
     "mxfp4": ("mxfp4", 0),
     "nvfp4": ("nvfp4", 0),
 }
+INTERLEAVED = {  # they need other numbers of columns than K, multiples of 128
+    "int4 in groups of 128": ("int4_bfloat16_interleaved", 128),
+    "int4 in groups of 256": ("int4_float16_interleaved", 256),
+    "int4 in groups of 768": ("int4_bfloat16_interleaved", 768),
+    "int4 permuted in groups of 128": ("int4_float32_permuted_interleaved", 128),
+}
+SCHEME_OF = CASES | INTERLEAVED
 FORMS = {  # addend, gated, norm
     "plain": (False, False, False),
     "added": (True, False, False),
@@ -52,7 +59,7 @@ def rows_of(case: str) -> int:
 
 def weight_tensors(case: str, n: int = 0, k: int = K) -> list[Tensor]:
     """A weight [n or rows_of(case), k] whose scales, zero points and columns differ much from each other."""
-    name, group = CASES[case]
+    name, group = SCHEME_OF[case]
     n = n or rows_of(case)
     generator = torch.Generator().manual_seed(5)
     shapes = [item.shape(n, k) for item in SCHEMES[name].tensors]
@@ -88,7 +95,7 @@ def product(
     n = n or rows_of(case)
     torch.manual_seed(rows)
     tensors = [tensor.to(device) for tensor in weight_tensors(case, n, k)]
-    size = SCHEMES[CASES[case][0]].dequantise(tensors, torch.float32).std().item()
+    size = SCHEMES[SCHEME_OF[case][0]].dequantise(tensors, torch.float32).std().item()
     x, extras = rand(rows, k, dtype=dtype, device=device) / (size * k**0.5), {"gated": gated}
     if added:
         extras["addend"] = rand(rows, n, dtype=dtype, device=device) * 3
@@ -99,11 +106,11 @@ def product(
 
 
 def run(case: str, x: Tensor, tensors: list[Tensor], extras: dict[str, Any], **options: Any) -> Tensor:
-    return matmul(CASES[case][0], x, tensors, **extras, **({"eps": EPS} if "norm" in extras else {}), **options)
+    return matmul(SCHEME_OF[case][0], x, tensors, **extras, **({"eps": EPS} if "norm" in extras else {}), **options)
 
 
 def reference(case: str, x: Tensor, tensors: list[Tensor], extras: dict[str, Any]) -> Tensor:
-    return expected(x, SCHEMES[CASES[case][0]].dequantise(tensors, torch.float64), **extras)
+    return expected(x, SCHEMES[SCHEME_OF[case][0]].dequantise(tensors, torch.float64), **extras)
 
 
 def assert_product_agrees(
@@ -114,10 +121,10 @@ def assert_product_agrees(
     Those of MXFP4 are exact in every dtype.
     """
     precise = reference(case, x, tensors, extras)
-    weight = operands(CASES[case][0], tensors)
-    values = SCHEMES[CASES[case][0]].dequantise(tensors, torch.float32)
+    weight = operands(SCHEME_OF[case][0], tensors)
+    values = SCHEMES[SCHEME_OF[case][0]].dequantise(tensors, torch.float32)
     rounded = values.to(x.dtype).double()
-    chosen = tile or choose_tile(len(x), len(weight.weight), weight.k, weight.per_byte, weight.is_plain_int4)
+    chosen = tile or choose_tile(len(x), len(weight.weight), weight.k, weight.per_byte, weight.is_interleaved)
     rounds_values = isinstance(chosen, SchemeGemmTile) or (
         isinstance(chosen, RegisterGemmTile) and chosen.scales_values
     )

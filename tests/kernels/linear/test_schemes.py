@@ -40,7 +40,7 @@ def test_the_names_are_those_that_checkpoints_are_converted_to() -> None:
     int4 = {
         f"int4_{dtype}{suffix}"
         for dtype in ("float16", "bfloat16", "float32")
-        for suffix in ("", "_zeros", "_permuted", "_zeros_permuted")
+        for suffix in ("", "_zeros", "_permuted", "_zeros_permuted", "_interleaved", "_permuted_interleaved")
     }
     assert set(SCHEMES) == {"fp8_channel", "fp8_block", "int8", "mxfp4", "nvfp4"} | int4
     assert {name: scheme.name for name, scheme in SCHEMES.items()} == {name: name for name in SCHEMES}
@@ -162,6 +162,7 @@ def test_small_scales_of_a_float16_weight_are_not_rounded_to_float16() -> None:
 @each_scheme
 @pytest.mark.parametrize(("rows", "columns"), [(16, 64), (24, 256), (130, 192)])
 def test_a_quantised_weight_is_near_the_weight_and_quantises_to_itself(name: str, rows: int, columns: int) -> None:
+    columns = columns if "interleaved" not in name else columns * 2
     scheme, weight = SCHEMES[name], random_weight(rows, columns)
     tensors = scheme.quantise(weight)
     assert scheme.dense_shape([tuple(tensor.shape) for tensor in tensors]) == (rows, columns)
@@ -288,11 +289,11 @@ def test_layers_with_groups_of_different_sizes_are_not_packed() -> None:
     ],
 )
 def test_opcheck_passes(name: str, dtype: torch.dtype) -> None:
-    tensors = list(SCHEMES[name].quantise(random_weight(16, 64)))
+    tensors = list(SCHEMES[name].quantise(random_weight(16, 128)))
     weight = SCHEMES[name].dequantise(tensors, torch.float32)
     has_fp8 = any(tensor.dtype == FP8 for tensor in tensors)
     checks = OPCHECKS[1:] if has_fp8 else OPCHECKS  # test_schema compares tensors by an op that float8 lacks
-    for x, bias in ((torch.randn(5, 64), None), (torch.randn(2, 3, 64), torch.randn(16))):
+    for x, bias in ((torch.randn(5, 128), None), (torch.randn(2, 3, 128), torch.randn(16))):
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         torch.library.opcheck(scheme_linear.overload, (x, tensors, bias, name), test_utils=checks)
         expected = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
+from tcdeploy.kernels.linear import scheme_matmul
 from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
@@ -100,6 +101,18 @@ def test_one_row_is_four_products_with_everything_fused(scheme: str) -> None:
 def test_a_batch_keeps_its_norms(shape: tuple[int, ...]) -> None:
     products = compiled_products(Layer("int8"), rows(*shape), codegen=shape == (1, 5), **ALL_FLAGS)
     assert products == Products(added=2, gated=1, normed=0, count=4, plain=0, norms=2, activations=0)
+
+
+@pytest.mark.parametrize(("wide_n", "normed"), [(512, 1), (513, 2)])
+def test_wide_interleaved_weights_are_multiplied_by_a_row_that_another_kernel_has_normalised(
+    wide_n: int, normed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up have 512 rows together."""
+    monkeypatch.setattr(scheme_matmul, "WIDE_N", wide_n)
+    layer = Layer("int4_bfloat16")
+    assert layer.mlp.up_proj.scheme == "int4_bfloat16_interleaved"
+    products = compiled_products(layer, rows(1, 1), **ALL_FLAGS)
+    assert products == Products(added=2, gated=1, normed=normed, count=4, plain=0, norms=2 - normed, activations=0)
 
 
 def test_permuted_layers_are_not_packed_but_fused() -> None:
