@@ -32,6 +32,7 @@ from triton.compiler import compile as triton_compile
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
 
+from tcdeploy.kernels.experts import scheme_gemv_kernel
 from tcdeploy.kernels.linear import scheme_codes
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -122,7 +123,8 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(JITFunction, "__call__", call)
-    monkeypatch.setattr(scheme_codes, "HAS_PTX", tl.constexpr(False))
+    for module in (scheme_codes, scheme_gemv_kernel):
+        monkeypatch.setattr(module, "HAS_PTX", tl.constexpr(False))
     try:
         yield
     finally:

@@ -4,9 +4,9 @@
   CUDA cores. A thread loads 16 bytes at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
   weight run next to each other, so an expert that two tokens select is read from memory once. The first product may end
   in SwiGLU and normalise its input, as the GEMVs of kernels/linear do.
-- The second product of so few pairs, if it is dense (`sum_experts`): a program multiplies by the same few rows of the
-  weights of all pairs of a token, and stores the weighted sum. The ids are known before the first product ends, so
-  programs load their first weights before they wait for it.
+- The second product of so few pairs (`sum_experts`): a program multiplies by the same few rows of the weights of all
+  pairs of a token, and stores the weighted sum. The ids are known before the first product ends, so programs load their
+  first weights before they wait for it.
 - More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
   their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T. The columns of a
   step are cut into slices of at most one group, whose sums are multiplied by the group's scale. A slice of nvfp4 has
@@ -34,6 +34,7 @@ from tcdeploy.kernels.experts.tiles import (
     ExpertGemmTile,
     ExpertGemvTile,
     ExpertSumTile,
+    SchemeSumTile,
     Tile,
     block_rows,
     fit_block_bytes,
@@ -41,6 +42,8 @@ from tcdeploy.kernels.experts.tiles import (
     fit_sum_block_n,
     gemm_tile,
     gemv_tile,
+    scheme_sum_tile,
+    sum_warps,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
 from tcdeploy.kernels.linear.int4_scheme import INTERLEAVED_NAMES
@@ -51,13 +54,16 @@ from tcdeploy.kernels.linear.tile_configs import fit_block_k
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
-GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemv_kernel")
-DENSE_GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_kernel")
-DENSE_SUM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_sum_kernel")
+GEMV = Kernel("tcdeploy.kernels.experts.scheme_gemv_kernel", "_expert_gemv_kernel")
+DENSE_GEMV = Kernel("tcdeploy.kernels.experts.gemv_kernel", "_dense_expert_gemv_kernel")
+CODE_GEMV = Kernel("tcdeploy.kernels.experts.scheme_gemv_kernel", "_expert_code_gemv_kernel")
+SUM = Kernel("tcdeploy.kernels.experts.scheme_gemv_kernel", "_expert_gemv_sum_kernel")
+DENSE_SUM = Kernel("tcdeploy.kernels.experts.gemv_kernel", "_dense_expert_gemv_sum_kernel")
 GEMM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemm_kernel")
 DENSE = "dense"  # the format of weights without a scheme
 N_MULTIPLE, ALIGNMENT_BYTES = 16, 16
 MIN_SUM_BLOCK_K = 64  # columns per step of `sum_experts`, which has no mask along k
+MAX_EXPERT_BYTES = 1 << 31  # kernels of quantised weights have 32-bit offsets in the weight of an expert
 NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, so it does not limit a slice
 
 
@@ -99,7 +105,7 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
     if not scheme:
         strides = weights.weight.stride()[1:]
         return weights.weight.dtype == dtype and 1 in strides and n % N_MULTIPLE == 0 and row_size % N_MULTIPLE == 0
-    is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0
+    is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0 and n * row_size < MAX_EXPERT_BYTES
     # As in kernels/linear: a slice has one scale, except in nvfp4, where multiplying values by scales is exact.
     is_group = weights.group % MIN_SLICE == 0 or scheme == NVFP4_NAME
     return is_aligned and is_group
@@ -156,30 +162,50 @@ def is_fusable(scheme: str, pairs: int, dtype: torch.dtype, tensors: Sequence[Te
     return weights.columns is None and weights.weight.shape[1] % (2 * N_MULTIPLE) == 0
 
 
-def is_summable(pairs: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """Whether `sum_experts` takes this many pairs and this dense weight. Works on fake tensors."""
-    is_whole = weight.shape[2] % MIN_SUM_BLOCK_K == 0 and weight.stride(2) == 1
-    return pairs <= GEMV_PAIRS and is_whole and is_supported("", dtype, [weight])
+def is_summable(scheme: str, pairs: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
+    """Whether `sum_experts` takes this many pairs and these weights. Works on fake tensors."""
+    if pairs > GEMV_PAIRS or not is_supported(scheme, dtype, tensors):
+        return False
+    weights = expert_weights(scheme, tensors)
+    if scheme:
+        return weights.columns is None
+    return weights.k % MIN_SUM_BLOCK_K == 0 and not weights.is_transposed
 
 
 def sum_experts(
-    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None,
-    tile: ExpertSumTile | None = None,
+    x: Tensor, expert_ids: Tensor, factors: Tensor, tensors: Sequence[Tensor], bias: Tensor | None,
+    addend: Tensor | None, scheme: str, tile: ExpertSumTile | SchemeSumTile | None = None,
 ) -> Tensor:  # fmt: skip
     """`expert_linear_sum` of ops.py, for weights for which `is_summable`."""
-    (tokens, top_k), (experts, n, k), use_pdl = expert_ids.shape, weight.shape, supports_pdl(x.device)
-    assert x.shape == (tokens * top_k, k) and x.stride(1) == 1 and len(x) <= GEMV_PAIRS
-    assert is_supported("", x.dtype, [weight]) and weight.stride(2) == 1 and k % MIN_SUM_BLOCK_K == 0
+    weights, (tokens, top_k) = expert_weights(scheme, tensors), expert_ids.shape
+    experts, n, row_size = weights.weight.shape
+    assert is_summable(scheme, len(x), x.dtype, tensors)
+    assert x.shape == (tokens * top_k, weights.k) and x.stride(1) == 1
     assert expert_ids.is_contiguous() and factors.is_contiguous() and factors.shape == expert_ids.shape
     assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
     assert addend is None or (addend.shape == (tokens, n) and addend.stride(1) == 1)
-    out, tile, slots = x.new_empty(tokens, n), tile or SUM_TILES[0], next_power_of_2(top_k)
-    block_n = fit_sum_block_n(tile, slots)
-    DENSE_SUM.launch(
-        (tokens, n // block_n),
-        out, x, expert_ids, factors, weight, bias, addend, n, k, x.stride(0), weight.stride(0), weight.stride(1),
-        0 if addend is None else addend.stride(0), top_k, slots, block_n,
-        fit_block_k(tile.block_k, k), use_pdl, num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
+    out, slots, use_pdl = x.new_empty(tokens, n), next_power_of_2(top_k), supports_pdl(x.device)
+    addend_stride, pdl = 0 if addend is None else addend.stride(0), {"launch_pdl": True} if use_pdl else {}
+    if not scheme:
+        tile = tile or SUM_TILES[0]
+        assert isinstance(tile, ExpertSumTile)
+        block_n = fit_sum_block_n(tile, slots)
+        DENSE_SUM.launch(
+            (tokens, n // block_n),
+            out, x, expert_ids, factors, weights.weight, bias, addend, n, row_size, x.stride(0), *weights.strides,
+            addend_stride, top_k, slots, block_n, fit_block_k(tile.block_k, row_size), use_pdl,
+            num_warps=tile.num_warps, **pdl,
+        )  # fmt: skip
+        return out
+    tile = tile or scheme_sum_tile(row_size, slots)
+    assert isinstance(tile, SchemeSumTile)
+    block_bytes = fit_block_bytes(tile, row_size)
+    SUM.launch(
+        (tokens, n // tile.block_n),
+        out, x, expert_ids, factors, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias,
+        addend, n, row_size, weights.groups, x.stride(0), addend_stride, weights.format, weights.group,
+        weights.row_block, top_k, slots, tile.block_n, block_bytes, row_size % block_bytes == 0, use_pdl,
+        num_warps=sum_warps(slots, block_bytes), **pdl,
     )  # fmt: skip
     return out
 
@@ -200,11 +226,13 @@ def _gemv(
             **launch_options,
         )  # fmt: skip
         return
-    GEMV.launch(
+    block_bytes = fit_block_bytes(tile, row_size)
+    kernel, is_whole = (GEMV, ()) if weights.per_byte == 1 else (CODE_GEMV, (row_size % block_bytes == 0,))
+    kernel.launch(
         (pairs, n // tile.block_n),
         out, x, expert_ids, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, n, row_size,
         weights.groups, slots, x.stride(0), weights.format, weights.group, weights.row_block, tile.block_n,
-        fit_block_bytes(tile, row_size), gated, use_pdl, **launch_options,
+        block_bytes, *is_whole, gated, use_pdl, **launch_options,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@
                          (planning/schemes.py)
     eager_expert_linear  the same in plain torch, for layers that run uncompiled
     gated_expert_linear  the same as expert_linear for few pairs, with SwiGLU
-    expert_linear_sum    the same for few pairs and a dense weight, with the weighted sum over the pairs of a token
+    expert_linear_sum    the same for few pairs, with the weighted sum over the pairs of a token
 
 Graph passes insert `top_k` and the last two (programs/passes/router.py, experts.py). The weights of all experts stay in
 device memory as they are stored. On a CPU, and where no kernel fits, each expert's weight is dequantised and multiplied
@@ -147,28 +147,31 @@ def _(
 
 @custom_op("expert_linear_sum")
 def expert_linear_sum(
-    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None
-) -> Tensor:
+    x: Tensor, expert_ids: Tensor, factors: Tensor, tensors: list[Tensor], bias: Tensor | None, addend: Tensor | None,
+    scheme: str,
+) -> Tensor:  # fmt: skip
     """The sum over the pairs of each token of factor * (x @ w[expert].T + bias[expert]), plus addend: [tokens, n].
 
-    x: [tokens * top_k, k]. factors: [tokens, top_k]. weight: [experts, n, k], dense, for which matmul.is_summable.
+    x: [tokens * top_k, k]. factors: [tokens, top_k]. tensors: of weights for which matmul.is_summable.
     addend: [tokens, n]. Summed in float32 and rounded once, to x's dtype.
 
     With PDL, the kernel reads expert_ids before the previous kernel has ended, so the previous kernel must not be the
     one that writes them. It is not if x was computed with expert_ids: the kernel that computed x is then in between.
     They must be contiguous, since a kernel that copied them would be the previous one.
     """
-    if x.is_cuda and matmul.accepts("", x, [weight]):
-        return matmul.sum_experts(x, expert_ids, factors.contiguous(), weight, bias, addend)
+    if x.is_cuda and matmul.accepts(scheme, x, tensors):
+        return matmul.sum_experts(x, expert_ids, factors.contiguous(), tensors, bias, addend, scheme)
     if x.is_cuda:
-        _warn_of_plain_torch("no scheme", x.dtype)
-    y = multiply_by_expert(x.float(), expert_ids, [weight], bias, "")
+        _warn_of_plain_torch(scheme or "no scheme", x.dtype)
+    y = multiply_by_expert(x.float(), expert_ids, tensors, bias, scheme)
     total = (y * factors.float().reshape(-1, 1)).view(*expert_ids.shape, -1).sum(1)
     return (total if addend is None else total + addend.float()).to(x.dtype)
 
 
 @expert_linear_sum.register_fake
 def _(
-    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None
-) -> Tensor:
-    return x.new_empty(expert_ids.shape[0], weight.shape[1])
+    x: Tensor, expert_ids: Tensor, factors: Tensor, tensors: list[Tensor], bias: Tensor | None, addend: Tensor | None,
+    scheme: str,
+) -> Tensor:  # fmt: skip
+    n, _ = expert_shape(tensors, scheme)
+    return x.new_empty(expert_ids.shape[0], n)

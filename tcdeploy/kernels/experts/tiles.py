@@ -3,11 +3,11 @@
 The heuristics follow from the times of scripts/bench-experts and bench-moe-block on an H200: 1, 2 and 32 tokens, and
 the experts of Qwen3 30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: dense experts then use
 torch's grouped GEMM, and the tiles of quantised ones follow from the registers and shared memory of the compiled
-kernels. The tiles of the summed product were timed with 8 slots only.
+kernels. The tiles of the summed product were timed with 8 slots, and with 4 slots in mxfp4; not in int4.
 
-Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the GEMV
-has 7 (int4) to 10 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows 6 to 13. With FP8
-weights both have 3 to 5. An H100 issues about 11 instructions in the time that it takes to read a byte.
+Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper, the GEMV has 8 to 9
+(int4) or 10 to 11 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows 6 to 13. With FP8
+weights both have 3 to 7. An H100 issues about 11 instructions in the time that it takes to read a byte.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ GEMV_PAIRS = 16  # up to so many, pairs are not grouped, because few of them hav
 # further block of an expert reads its weight again, from the L2 cache, and multiplies it again.
 BLOCK_ROWS = ((4, 8), (10, 16), (24, 32), (192, 64))
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
+MAX_SHORT_ROW_BYTES = 1024  # of quantised rows
 MAX_TIMED_ROWS = 32  # of a block; dense experts with more are multiplied by torch (grouped_mm.py)
 
 
@@ -43,6 +44,14 @@ class ExpertSumTile(NamedTuple):
     rows: int
     block_k: int
     num_warps: int
+
+
+class SchemeSumTile(NamedTuple):
+    """The same for quantised weights: rows of the weight of each slot, and bytes of each row per loop step."""
+
+    name: str
+    block_n: int
+    block_bytes: int
 
 
 class ExpertGemmTile(NamedTuple):
@@ -69,6 +78,9 @@ N4_B2048, N8_B2048, N4_B1024, N8_B1024 = range(len(GEMV_TILES))
 DENSE_GEMV_TILES = (*GEMV_TILES, ExpertGemvTile("n8_b512", 8, 512, 1))  # of dense weights
 N8_B512 = len(GEMV_TILES)
 
+CODE_GEMV_TILES = (GEMV_TILES[N8_B1024], ExpertGemvTile("n4_b512", 4, 512, 1))  # of 4-bit weights
+SHORT_ROW, LONG_ROW = range(len(CODE_GEMV_TILES))
+
 # For weights that are contiguous along n: a load covers block_n consecutive outputs.
 TRANSPOSED_GEMV_TILES = (ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),)
 
@@ -77,6 +89,8 @@ SUM_TILES = (
     ExpertSumTile("r16_k256", 16, 256, 4),
     ExpertSumTile("r8_k256", 8, 256, 2),
 )
+
+SCHEME_SUM_TILES = (SchemeSumTile("n4_b512", 4, 512), SchemeSumTile("n8_b512", 8, 512))
 
 DECODE_GEMM_TILES = (
     ExpertGemmTile("n64_k128", 64, 128, 1, 4, 4),
@@ -102,29 +116,44 @@ def block_rows(pairs: int, num_experts: int) -> int:
     return MAX_BLOCK_ROWS
 
 
-def gemv_tiles(is_dense: bool, is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
-    return TRANSPOSED_GEMV_TILES if is_transposed else DENSE_GEMV_TILES if is_dense else GEMV_TILES
+def gemv_tiles(per_byte: int, is_dense: bool, is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
+    if is_transposed:
+        return TRANSPOSED_GEMV_TILES
+    if is_dense:
+        return DENSE_GEMV_TILES
+    return CODE_GEMV_TILES if per_byte == 2 else GEMV_TILES
 
 
 def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool) -> ExpertGemvTile:
-    """A program has 8 KB of the weight in flight, or 16 KB of a dense one; less if rows are short.
+    """A program has 2 to 8 KB of the weight in flight, or up to 16 KB of a dense one.
 
-    Short quantised rows are read in one step, so that no load waits for a sum. Short dense rows are read by single
-    warps, whose sums need no shared memory. With 4-bit weights, instructions limit the speed, so a program has more
-    rows of the weight, which share the conversion of the inputs to float32.
+    Short quantised rows are read in one step, so that no load waits for a sum. Short dense rows and long rows of 4-bit
+    weights are read by single warps, whose sums need no shared memory. gpt-oss has rows of 1,440 bytes: in a step of
+    2,048, a third of the threads would compute zeros.
     """
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
     if is_dense:
         return DENSE_GEMV_TILES[N8_B512 if row_bytes <= GEMV_TILES[N8_B2048].block_bytes else N8_B2048]
-    if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
-        return GEMV_TILES[N8_B1024 if per_byte == 2 else N4_B1024]
-    return GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
+    is_short = row_bytes <= MAX_SHORT_ROW_BYTES
+    if per_byte == 2:
+        return CODE_GEMV_TILES[SHORT_ROW if is_short else LONG_ROW]
+    return GEMV_TILES[N4_B1024 if is_short else N4_B2048]
 
 
 def fit_sum_block_n(tile: ExpertSumTile, slots: int) -> int:
     """Columns of the output per program: a power of two that divides n, since n is a multiple of 16."""
     return max(1, min(tile.rows // slots, 16))
+
+
+def scheme_sum_tile(row_bytes: int, slots: int) -> SchemeSumTile:
+    """With more slots, tiles of 8 rows would leave room for one program on an SM."""
+    return SCHEME_SUM_TILES[row_bytes > MAX_SHORT_ROW_BYTES and slots <= 4]
+
+
+def sum_warps(slots: int, block_bytes: int) -> int:
+    """So many that a thread has 16 bytes of each row per step."""
+    return max(1, min(slots * block_bytes // 512, 16))
 
 
 def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:
@@ -139,7 +168,7 @@ def gemm_tile(rows: int) -> ExpertGemmTile:
     return PREFILL_GEMM_TILES[N128_K64 if rows <= 64 else N128_K64_W8]
 
 
-def fit_block_bytes(tile: ExpertGemvTile, row_bytes: int) -> int:
+def fit_block_bytes(tile: ExpertGemvTile | SchemeSumTile, row_bytes: int) -> int:
     """Bytes of a row per step: at most those of a row, rounded up to a power of two."""
     return min(tile.block_bytes, 1 << (row_bytes - 1).bit_length())
 

@@ -81,7 +81,7 @@ def _is_fusable(product: Node) -> bool:
 
 
 def fuse_expert_sum(graph: Graph) -> None:
-    """Replace (product * factors).view(tokens, top_k, n).sum(1), where the product is a dense `expert_linear`.
+    """Replace (product * factors).view(tokens, top_k, n).sum(1), where the product is an `expert_linear`.
 
     `fuse_residual_add` adds the residual.
     """
@@ -90,10 +90,10 @@ def fuse_expert_sum(graph: Graph) -> None:
         rounded = None if match is None else _rounded(node, match.product.meta["val"].dtype)
         if match is None or rounded is None:
             continue
-        x, expert_ids, _, tensors, bias, _ = match.product.args
+        x, expert_ids, _, tensors, bias, scheme = match.product.args
         with graph.inserting_before(node):
             factors = insert_reshape(graph, match.factors, expert_ids.meta["val"].shape)  # type: ignore[union-attr]
-            args = (x, expert_ids, factors, tensors[0], bias, None)  # type: ignore[index]
+            args = (x, expert_ids, factors, tensors, bias, None, scheme)
             total = insert_call(graph, tcdeploy_ops.expert_linear_sum.default, *args)
         rounded.replace_all_uses_with(total)
         erase_if_unused(graph, rounded)
@@ -120,15 +120,15 @@ def _match_weighted(node: Node) -> WeightedSum | None:
 
 def _is_summable(product: Node, factors: Node, summed_shape: Any) -> bool:
     x, expert_ids, _, tensors, _, scheme = product.args
-    values = [node.meta["val"] for node in (x, expert_ids, factors, tensors[0])]  # type: ignore[union-attr,index]
-    if scheme or any(count_symbolic(value.shape) for value in values):
+    x_value, ids, factor, value = (node.meta["val"] for node in (x, expert_ids, factors, product))  # type: ignore[union-attr]
+    if any(count_symbolic(part.shape) for part in (x_value, ids, factor)):
         return False
-    x_value, ids, factor, weight = values
-    pairs, n = ids.numel(), weight.shape[1]
+    pairs, weights = ids.numel(), [tensor.meta["val"] for tensor in tensors]  # type: ignore[union-attr]
     return (
-        list(summed_shape) == [*ids.shape, n] and list(factor.shape) == [pairs, 1] and len(x_value) == pairs
-        and is_summable(pairs, x_value.dtype, weight) and is_weight(tensors[0])  # type: ignore[index]
-        and ids.is_contiguous() and _depends_on_product(x, expert_ids)
+        list(summed_shape) == [*ids.shape, value.shape[1]] and list(factor.shape) == [pairs, 1]
+        and len(x_value) == pairs and is_summable(str(scheme), pairs, x_value.dtype, weights)
+        and all(map(is_weight, tensors)) and ids.is_contiguous()  # type: ignore[arg-type]
+        and _depends_on_product(x, expert_ids)
     )  # fmt: skip
 
 

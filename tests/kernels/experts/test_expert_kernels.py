@@ -20,6 +20,7 @@ from tcdeploy.kernels.experts.matmul import is_supported, matmul
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import multiply_by_expert
 from tcdeploy.kernels.experts.tiles import (
+    CODE_GEMV_TILES,
     DECODE_GEMM_TILES,
     GEMV_TILES,
     PREFILL_GEMM_TILES,
@@ -108,7 +109,9 @@ def test_sizes_need_not_be_multiples_of_a_tile(
 
 @each_main_case
 @pytest.mark.parametrize(
-    "tile", [*GEMV_TILES, *TRANSPOSED_GEMV_TILES, *DECODE_GEMM_TILES, *PREFILL_GEMM_TILES], ids=lambda tile: tile.name
+    "tile",
+    [*GEMV_TILES, *CODE_GEMV_TILES[1:], *TRANSPOSED_GEMV_TILES, *DECODE_GEMM_TILES, *PREFILL_GEMM_TILES],
+    ids=lambda tile: tile.name,
 )
 def test_every_tile_agrees(case: str, tile: Tile, device: str) -> None:
     if tile in TRANSPOSED_GEMV_TILES and case not in DENSE:
@@ -308,6 +311,10 @@ def test_weights_that_the_kernels_do_not_take() -> None:
     assert not is_supported("", torch.float16, [dense]), "the inputs have another dtype"
     assert not is_supported("", torch.bfloat16, [dense[:, ::2, ::2]]), "no dimension is contiguous"
     assert not is_supported("fp8_channel", torch.bfloat16, [weight.mT.contiguous().mT, scale])
+    for rows, is_taken in ((1 << 16, False), ((1 << 16) - 16, True)):  # an expert of 2 GiB
+        weight = torch.empty(1, rows, 1 << 15, dtype=torch.float8_e4m3fn, device="meta")
+        scale = torch.empty(1, rows, dtype=torch.float32, device="meta")
+        assert is_supported("fp8_channel", torch.bfloat16, [weight, scale]) == is_taken
     assert not is_supported("int4_bfloat16", torch.bfloat16, expert_tensors("int4", k=96 * 5)[:1] + [
         torch.ones(5, 32, 10, dtype=torch.bfloat16)]), "groups of 48 columns do not begin with 16 bytes"  # fmt: skip
 
@@ -331,7 +338,7 @@ def test_the_tile_of_the_gemm_depends_on_the_rows_of_a_block(rows: int, name: st
 @pytest.mark.parametrize(("row_bytes", "per_byte", "is_dense", "is_transposed", "name"), [
     (4096, 1, True, False, "n8_b2048"), (1536, 1, True, False, "n8_b512"), (4096, 1, True, True, "n32_b128_s4"),
     (2048, 1, False, False, "n4_b2048"),
-    (1024, 1, False, False, "n4_b1024"), (1440, 2, False, False, "n8_b2048"), (384, 2, False, False, "n8_b1024"),
+    (1024, 1, False, False, "n4_b1024"), (1440, 2, False, False, "n4_b512"), (384, 2, False, False, "n8_b1024"),
 ])  # fmt: skip
 def test_the_tile_of_the_gemv_depends_on_the_row_and_its_format(
     row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool, name: str

@@ -11,7 +11,16 @@ from torch import Tensor
 from tcdeploy.kernels.experts import matmul as experts_matmul
 from tcdeploy.kernels.experts.matmul import is_fusable, is_summable, matmul, sum_experts
 from tcdeploy.kernels.experts.ops import expert_linear_sum, gated_expert_linear
-from tcdeploy.kernels.experts.tiles import DENSE_GEMV_TILES, GEMV_TILES, SUM_TILES, ExpertGemvTile, ExpertSumTile
+from tcdeploy.kernels.experts.tiles import (
+    CODE_GEMV_TILES,
+    DENSE_GEMV_TILES,
+    GEMV_TILES,
+    SCHEME_SUM_TILES,
+    SUM_TILES,
+    ExpertGemvTile,
+    ExpertSumTile,
+    SchemeSumTile,
+)
 from tests.kernels.experts.expert_cases import (
     DENSE,
     EXPERT_CASES,
@@ -48,18 +57,18 @@ def gated(arguments: Product) -> Tensor:
 class Sum:
     """The arguments of `expert_linear_sum`, and its result in float64."""
 
-    def __init__(self, routing: list[list[int]], *, with_extras: bool = True, k: int = 192, device: str = "cpu",
-                 factor_dtype: torch.dtype = torch.bfloat16) -> None:  # fmt: skip
-        case = product("dense", routing, with_extras, row_per_pair=True, k=k, device=device)
-        self.x, self.ids, (self.weight,), self.bias, _ = case
+    def __init__(self, routing: list[list[int]], weights: str = "dense", *, with_extras: bool = True, n: int = 32,
+                 k: int = 192, device: str = "cpu", factor_dtype: torch.dtype = torch.bfloat16) -> None:  # fmt: skip
+        case = product(weights, routing, with_extras, row_per_pair=True, n=n, k=k, device=device)
+        self.x, self.ids, self.tensors, self.bias, self.scheme = case
         self.factors = torch.rand(self.ids.shape).to(device, factor_dtype)
-        self.addend = torch.randn(len(self.ids), 32).to(device, torch.bfloat16) if with_extras else None
+        self.addend = torch.randn(len(self.ids), n).to(device, torch.bfloat16) if with_extras else None
         total = (expected(wide(case)) * self.factors.double().view(-1, 1)).view(*self.ids.shape, -1).sum(1)
         self.expected = (total if self.addend is None else total + self.addend.double()).bfloat16()
 
     @property
-    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.x, self.ids, self.factors, self.weight, self.bias, self.addend
+    def args(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None, Tensor | None, str]:
+        return self.x, self.ids, self.factors, self.tensors, self.bias, self.addend, self.scheme
 
 
 # SwiGLU
@@ -84,9 +93,13 @@ def test_swiglu_agrees_with_every_dense_tile(tile: ExpertGemvTile, device: str) 
     assert_agrees(matmul(*plain[:2], None, *plain[2:], tile), expected(plain))
 
 
-@pytest.mark.parametrize("tile", GEMV_TILES, ids=lambda tile: tile.name)
-def test_swiglu_agrees_with_every_tile_of_quantised_weights(tile: ExpertGemvTile, device: str) -> None:
-    arguments = product("fp8_block", [[1, 0]], device=device, experts=2, n=160, k=320)
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [("fp8_block", tile) for tile in GEMV_TILES] + [("mxfp4", tile) for tile in CODE_GEMV_TILES],
+    ids=str,
+)
+def test_swiglu_agrees_with_every_tile_of_quantised_weights(case: str, tile: ExpertGemvTile, device: str) -> None:
+    arguments = product(case, [[1, 0]], device=device, experts=2, n=160, k=320)
     x, ids, tensors, bias, scheme = arguments
     assert_agrees(matmul(x, ids, None, tensors, bias, scheme, tile, True), gated(arguments))
 
@@ -146,6 +159,37 @@ def test_the_weighted_sum_agrees(
         assert poisoned_outputs[-1][len(case.ids) :].isnan().all(), "rows past the tokens were written"
 
 
+@pytest.mark.parametrize("weights", UNPERMUTED[2:])
+@each_routing
+def test_the_weighted_sum_of_quantised_experts_agrees(
+    weights: str, routing: str, device: str, poisoned_outputs: list[Tensor]
+) -> None:
+    """fp8_block: the last block of rows of each expert is partial."""
+    case = Sum(ROUTINGS[routing], weights, n=48, device=device)
+    assert_agrees(sum_experts(*case.args), case.expected)
+    assert poisoned_outputs[-1][len(case.ids) :].isnan().all(), "rows past the tokens were written"
+
+
+@pytest.mark.parametrize("tile", SCHEME_SUM_TILES, ids=lambda tile: tile.name)
+@pytest.mark.parametrize("weights", ["fp8_block", "int4 with zeros", "mxfp4"])
+@pytest.mark.parametrize("k", [192, 576, 1152])
+def test_the_weighted_sum_agrees_with_every_tile_of_quantised_weights(
+    tile: SchemeSumTile, weights: str, k: int, device: str
+) -> None:
+    case = Sum([[4, 1, 0]], weights, with_extras=False, n=160, k=k, device=device)
+    assert_agrees(sum_experts(*case.args, tile), case.expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of numpy
+def test_unused_slots_do_not_make_nan_of_infinity(device: str) -> None:
+    """Three slots are padded to four, and the last one multiplies the last pair again."""
+    case = Sum(ROUTINGS["one token"], "mxfp4", with_extras=False, device=device)
+    case.tensors[1][0, 3, 0] = 254  # 2**127
+    case.x.mul_(1 << 12)
+    y = sum_experts(*case.args)
+    assert y[0, 3].isinf() and y[0, :3].isfinite().all() and y[0, 4:].isfinite().all()
+
+
 @pytest.mark.parametrize("k", [64, 320, 768, 1024])
 def test_the_sum_takes_any_multiple_of_64_columns(k: int, device: str) -> None:
     case = Sum(ROUTINGS["one token"], k=k, device=device, factor_dtype=torch.float32)
@@ -161,9 +205,13 @@ def test_swiglu_reads_only_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.isfinite().all()
 
 
-def test_the_sum_reads_only_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Sum([[4, 4, 3], [4, 0, 1]])
-    with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, *case.args):  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("weights", "k"), [("dense", 192), ("fp8_block", 1072), ("int4 with zeros", 1152), ("mxfp4", 1120)]
+)
+def test_the_sum_reads_only_its_inputs(weights: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Sum([[4, 4, 3], [4, 0, 1]], weights, k=k)
+    readable = (case.x, case.ids, case.factors, *case.tensors, case.bias, case.addend)
+    with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, *readable):  # type: ignore[arg-type]
         y = sum_experts(*case.args)
     assert_agrees(y, case.expected)
 
@@ -174,31 +222,40 @@ def test_factors_of_another_pair_exceed_the_tolerance() -> None:
         assert_agrees(expert_linear_sum(*case.args[:2], case.factors.roll(1, 1), *case.args[3:]), case.expected)
 
 
-def test_the_op_of_the_sum_agrees_on_a_cpu_and_passes_opcheck() -> None:
+@pytest.mark.parametrize("weights", ["dense", "int4 with zeros", "mxfp4"])
+def test_the_op_of_the_sum_agrees_on_a_cpu_and_passes_opcheck(weights: str) -> None:
     for with_extras in (True, False):
-        case = Sum(ROUTINGS["two tokens"], with_extras=with_extras)
+        case = Sum(ROUTINGS["two tokens"], weights, with_extras=with_extras)
         assert_agrees(expert_linear_sum(*case.args), case.expected)
         torch.library.opcheck(expert_linear_sum.overload, case.args)
 
 
 def test_products_that_can_be_summed() -> None:
-    dense, transposed = (expert_tensors(case)[0] for case in DENSE)
-    assert is_summable(16, torch.bfloat16, dense) and not is_summable(17, torch.bfloat16, dense)
-    assert not is_summable(8, torch.bfloat16, transposed) and not is_summable(8, torch.float16, dense)
-    assert not is_summable(8, torch.bfloat16, expert_tensors("dense", k=160)[0])
+    for case in EXPERT_CASES:
+        tensors, scheme = expert_tensors(case), scheme_of(case)
+        is_taken = case != "dense transposed" and "permuted" not in case
+        assert is_summable(scheme, 16, torch.bfloat16, tensors) == is_taken
+        assert not is_summable(scheme, 17, torch.bfloat16, tensors)
+    dense = expert_tensors("dense")
+    assert not is_summable("", 8, torch.float16, dense)
+    assert not is_summable("", 8, torch.bfloat16, expert_tensors("dense", k=160))
 
 
 # Compiled for Hopper
 
 
-@pytest.mark.parametrize("tile", SUM_TILES, ids=lambda tile: tile.name)
+@pytest.mark.parametrize(
+    ("weights", "tile"),
+    [("dense", tile) for tile in SUM_TILES] + [("fp8_channel", None), ("int4 with zeros", None), ("mxfp4", None)],
+    ids=str,
+)
 def test_the_sum_loads_weights_before_it_waits_for_the_previous_kernel(
-    tile: ExpertSumTile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    weights: str, tile: ExpertSumTile | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(experts_matmul, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
-    sum_experts(*Sum(ROUTINGS["top_k 8"], k=768).args, tile)
+    sum_experts(*Sum(ROUTINGS["top_k 8"], weights, k=768).args, tile)
     kernel = compile_for_hopper(launches[0], runs_ptxas=False)
     before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
     assert before.count("evict_first") and "st.global" not in before
@@ -218,7 +275,7 @@ def test_graph_replays_of_both_products_equal_eager_launches() -> None:
         total = x
         for _ in range(8):
             states = gated_expert_linear(total, ids, [up], None, "", norm, 1e-6)
-            total = expert_linear_sum(states, ids, factors, down, None, total)
+            total = expert_linear_sum(states, ids, factors, [down], None, total, "")
         return total
 
     chain()

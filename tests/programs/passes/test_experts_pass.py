@@ -32,7 +32,8 @@ def unit_weights(case: str, experts: int, n: int, k: int) -> list[Tensor]:
     """Weights whose products with a row of standard normal values have about the same deviation."""
     tensors = expert_tensors(case, experts, n, k)
     deviation = expert_weight(tensors, 0, scheme_of(case), torch.float32).std()
-    return [*tensors[:-1], tensors[-1] / (k**0.5 * deviation).to(tensors[-1].dtype)]
+    *first, scale = tensors[:2]
+    return [*first, scale / (k**0.5 * deviation).to(scale.dtype), *tensors[2:]]
 
 
 def rows(tokens: int) -> Tensor:
@@ -113,12 +114,13 @@ def test_the_norm_of_one_token_is_fused_into_router_and_dense_experts(case: str,
     assert counts[torch.ops.aten.rsqrt.default] == (not is_fused)
 
 
-def test_quantised_experts_are_gated_but_not_summed() -> None:
+@pytest.mark.parametrize(("case", "is_fused"), [("fp8_channel", True), ("int4", True), ("int4 permuted", False)])
+def test_quantised_experts_are_two_products_unless_columns_are_permuted(case: str, is_fused: bool) -> None:
     torch.manual_seed(1)
-    up = unit_weights("fp8_channel", EXPERTS, 2 * INTERMEDIATE, HIDDEN)
-    down = unit_weights("fp8_channel", EXPERTS, HIDDEN, INTERMEDIATE)
-    function = lambda x: block(x, up=up, down=down, scheme="fp8_channel")  # noqa: E731
-    assert counts_of(function) == (1, 1, 0, 1)
+    up = unit_weights(case, EXPERTS, 2 * INTERMEDIATE, HIDDEN)
+    down = unit_weights(case, EXPERTS, HIDDEN, INTERMEDIATE)
+    function = lambda x: block(x, up=up, down=down, scheme=scheme_of(case))  # noqa: E731
+    assert counts_of(function) == ((0, 1, 1, 0) if is_fused else (2, 0, 0, 2))
 
 
 def test_more_pairs_are_not_fused() -> None:
