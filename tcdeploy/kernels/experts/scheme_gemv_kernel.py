@@ -292,12 +292,15 @@ def _expert_gemv_sum_kernel(
     SUMS: tl.constexpr = BLOCK_BYTES // SUM_BYTES
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot, byte = tl.arange(0, SLOTS), tl.arange(0, BLOCK_BYTES)[None, None, :]
+    slot, byte = tl.arange(0, SLOTS), tl.arange(0, BLOCK_BYTES)
     pairs = ids + token * TOP_K
     experts = tl.load(pairs + tl.minimum(slot, TOP_K - 1))
-    # The order of the dimensions gives a warp the rows of one slot.
-    w_ptrs = (weight + experts * n * row_bytes)[:, None, None] + column[None, :, None] * row_bytes + byte
-    codes = _load_codes(w_ptrs, byte, row_bytes, IS_WHOLE)
+    # Built in two dimensions, so that each version of Triton gives a thread the same columns of all rows.
+    w_starts = tl.reshape(experts[:, None] * n * row_bytes + byte[None, :], (SLOTS * BLOCK_BYTES,))
+    w_starts = tl.max_contiguous(tl.multiple_of(w_starts, 16), 16)
+    sum_byte = (tl.arange(0, SLOTS * BLOCK_BYTES) % BLOCK_BYTES)[None, :]
+    w_ptrs = weight + w_starts[None, :] + column[:, None] * row_bytes
+    codes = _load_codes(w_ptrs, sum_byte, row_bytes, IS_WHOLE)
     sum_slot = tl.arange(0, SLOTS * SUMS) // SUMS
     sum_columns = (tl.arange(0, SLOTS * SUMS) % SUMS * (SUM_BYTES * PER_BYTE))[:, None]
     sum_experts = tl.load(pairs + tl.minimum(sum_slot, TOP_K - 1))[:, None]
@@ -329,10 +332,9 @@ def _expert_gemv_sum_kernel(
     inputs = _load_chunks(x_ptrs, chunk < row_bytes // 16, 16 * PER_BYTE)
     tl.debug_barrier()
     blank = (tl.load(pairs) >> 62).to(tl.int32)
-    tile = tl.reshape(tl.permute(codes, (1, 0, 2)), (BLOCK_N, SLOTS * BLOCK_BYTES))
-    acc = _multiply_codes(tile, inputs, scales, zeros, blank, FORMAT, BLOCK_N, SLOTS * CHUNKS, SUM_BYTES)
+    acc = _multiply_codes(codes, inputs, scales, zeros, blank, FORMAT, BLOCK_N, SLOTS * CHUNKS, SUM_BYTES)
     for start in tl.range(BLOCK_BYTES, row_bytes, BLOCK_BYTES):
-        codes = _load_codes(w_ptrs + start, byte, row_bytes - start, IS_WHOLE)
+        codes = _load_codes(w_ptrs + start, sum_byte, row_bytes - start, IS_WHOLE)
         inputs = _load_chunks(x_ptrs + start * PER_BYTE, chunk < (row_bytes - start) // 16, 16 * PER_BYTE)
         offsets = group_rows + tl.minimum((start * PER_BYTE + sum_columns) // GROUP, groups - 1)
         scales, zeros = None, None
@@ -342,8 +344,7 @@ def _expert_gemv_sum_kernel(
             zeros = tl.load(zero + first_groups + offsets)
         tl.debug_barrier()
         blank = (tl.load(pairs) >> 62).to(tl.int32)
-        tile = tl.reshape(tl.permute(codes, (1, 0, 2)), (BLOCK_N, SLOTS * BLOCK_BYTES))
-        acc += _multiply_codes(tile, inputs, scales, zeros, blank, FORMAT, BLOCK_N, SLOTS * CHUNKS, SUM_BYTES)
+        acc += _multiply_codes(codes, inputs, scales, zeros, blank, FORMAT, BLOCK_N, SLOTS * CHUNKS, SUM_BYTES)
 
     if row_scale is not None:
         acc *= tl.trans(row_scales)

@@ -123,8 +123,7 @@ def test_all_loads_of_a_step_are_issued_before_its_arithmetic(
     else:
         matmul(x, ids, None, tensors, bias, scheme)
     names = opcodes(launches[0], tmp_path)
-    barrier = next(i for i, name in enumerate(names) if name.startswith("BAR") and "FFMA" in names[i:])
-    first_product = names.index("FFMA")
-    assert sum(".EF" in name for name in names[:first_product]) in (4, 8), "16 bytes of each row of the tile"
-    after = [name for name in names[barrier:first_product] if name.startswith("LDG")]
-    assert barrier < first_product and len(after) == 1
+    before = names[: names.index("FFMA")]
+    assert sum(".EF" in name for name in before) in (4, 8), "16 bytes of each row of the tile"
+    barrier = max(i for i, name in enumerate(before) if name.startswith("BAR"))
+    assert sum(name.startswith("LDG") for name in before[barrier:]) == 1
