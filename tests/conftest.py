@@ -112,6 +112,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--quick") and path.startswith((*COMPILING_PATHS, *SLOW_PATHS)) else None
 
 
+@functools.cache
 def relative_path(path: Path) -> str:
     """Relative to tests/, "" for folders."""
     return "" if path.is_dir() else path.relative_to(ROOT / "tests").as_posix()
@@ -121,8 +122,8 @@ def relative_path(path: Path) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Move long files to the front, mark tests that compile or start a model, and skip GPU tests if there is no GPU."""
     if not config.getoption("--long"):
-        long_items = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long_items)
+        long_items = {item: None for item in items if item.get_closest_marker("long")}
+        config.hook.pytest_deselected(items=list(long_items))
         items[:] = [item for item in items if item not in long_items]
     paths = {item: relative_path(item.path) for item in items}
     items.sort(key=lambda item: LONG_FILES.index(paths[item]) if paths[item] in LONG_FILES else len(LONG_FILES))

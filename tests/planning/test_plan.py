@@ -125,11 +125,11 @@ def test_graphs_are_planned_for_exactly_the_steps_that_can_occur(
     batch_sizes: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     row_slots = mixed_row_slots(batch_sizes)
+    sizes_of_tokens = [next(size for size in sizes if size >= tokens) for tokens in range(sizes[-1] + 1)]
     used = set()
     for decoding in range(batch_sizes[-1] + 1):
-        for tokens in range(decoding + 1, sizes[-1] + 1):
-            size = next(size for size in sizes if size >= tokens)
-            used.add((size, next(slots for slots in row_slots if slots >= decoding)))
+        slots = next(slots for slots in row_slots if slots >= decoding)
+        used |= {(size, slots) for size in set(sizes_of_tokens[decoding + 1 :])}
     planned = graph_shapes(sizes, row_slots)
     assert list(planned) == sorted(used)
 

@@ -7,9 +7,9 @@ check compares it with another computation; kernels with a planted mistake fail 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import Graph
 from tcdeploy.engine.check.parity_check import FAILED, ParityChecker
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.warm.warmup import PreviousRun, warm_bucket
 from tcdeploy.errors import CompileError
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.planning.recipe import build_recipe
@@ -29,10 +30,11 @@ from tcdeploy.programs.passes.nodes import is_weight
 from tcdeploy.start.eager import check_eager_steps
 from tcdeploy.start.model_code import load_uncompiled
 from tcdeploy.start.prepare import prepare
-from tests.conftest import PACKAGES, TINY, reset_programs
+from tests.conftest import PACKAGES, TINY, cli_environment, reset_programs
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
+from tests.fork_server import ForkServer
 from tests.int8_checkpoint import Pair, registered, save_pair
 from tests.int8_rows import FAULTS
 from tests.start.test_packaged_families import save_model
@@ -84,38 +86,46 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 def test_compiled_programs_give_the_tokens_of_the_dense_model(
-    tiny: Pair, cache_dir: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Pair, tiny_tokens: list[list[int]], cache_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed layers call the op once: a decoder layer has four products. All steps of the canary repeat."""
     reset_programs()  # a program that another test compiled might serve these shapes
-    expected = tokens_of(start(tiny.dense, cache_dir).engine)
     calls = counted_calls(monkeypatch)
     with registered():
         first = start(tiny.quantised, cache_dir)
         assert outcomes(first) == [("miss", 1)] * 2
         assert set(calls) == {(4, True)} and len(calls) >= 2
-        assert tokens_of(first.engine) == expected
+        assert tokens_of(first.engine) == tiny_tokens
         canary = recorded_canary(first.engine)
         assert not canary.unrepeatable and run_round(canary) == []
         again = start(tiny.quantised, cache_dir)
         assert outcomes(again) == [("reused", 0)] * 2
-        assert tokens_of(again.engine) == expected
+        assert tokens_of(again.engine) == tiny_tokens
     with registered(None):  # the same programs, without a kernel
-        assert tokens_of(start(tiny.quantised, cache_dir).engine) == expected
+        assert tokens_of(start(tiny.quantised, cache_dir).engine) == tiny_tokens
 
 
-def test_eager_steps_give_the_tokens_of_the_dense_model(tiny: Pair, tmp_path: Path) -> None:
-    """As a server runs them while its programs are compiled."""
-    engines = []
-    for folder in (tiny.dense, tiny.quantised):
-        with registered():
-            recipe = build_recipe({"model": str(folder), "cache_dir": str(tmp_path), **BUCKETS}, environ={})
-            planned, runner = load_uncompiled(recipe)
-            for bucket in planned.plan.buckets:
-                runner.run_eagerly(bucket)
-            check_eager_steps(runner, ParityChecker(runner, planned.architecture, planned.config))
-            engines.append(tokens_of(Engine(runner)))
-    assert engines[0] == engines[1]
+def eager_engine(folder: Path, cache_dir: Path | str) -> Engine:
+    """Its steps run uncompiled, and are checked, as while a server compiles its programs."""
+    recipe = build_recipe({"model": str(folder), "cache_dir": str(cache_dir), **BUCKETS}, environ={})
+    planned, runner = load_uncompiled(recipe)
+    for bucket in planned.plan.buckets:
+        runner.run_eagerly(bucket)
+    check_eager_steps(runner, ParityChecker(runner, planned.architecture, planned.config))
+    return Engine(runner)
+
+
+@pytest.fixture(scope="module")
+def tiny_tokens(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Of the dense model, uncompiled: test_compiled_programs... would otherwise compile it too."""
+    return tokens_of(eager_engine(tiny.dense, tmp_path_factory.mktemp("cache")))
+
+
+def test_eager_steps_give_the_tokens_of_the_dense_model(
+    tiny: Pair, tiny_tokens: list[list[int]], tmp_path: Path
+) -> None:
+    with registered():
+        assert tokens_of(eager_engine(tiny.quantised, tmp_path)) == tiny_tokens
 
 
 SCRIPT = f"""
@@ -138,13 +148,21 @@ print(json.dumps([tokens, outcomes, "transformers" in sys.modules]))
 
 
 @pytest.mark.parametrize("programs", ["jit", "aot"])
-def test_a_new_process_starts_from_the_cache(programs: str, tiny: Pair, cache_dir: str) -> None:
-    """From packages without transformers."""
+def test_a_new_process_starts_from_the_cache(
+    programs: str, tiny: Pair, cache_dir: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """From packages without transformers, which a fork would have imported."""
     with registered():
         expected = tokens_of(start(tiny.quantised, cache_dir, programs=programs).engine)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-c", SCRIPT, str(tiny.quantised), cache_dir, programs]
-    completed = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True)
+    environ = cli_environment(tmp_path, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    arguments = [str(tiny.quantised), cache_dir, programs]
+    if programs == "jit" and fork_server.supports(environ):
+        completed = fork_server.run(
+            environ=environ, script=f"import sys\nsys.argv[1:] = {arguments}\n{SCRIPT}", cwd="/"
+        )
+    else:
+        command = [sys.executable, "-c", SCRIPT, *arguments]
+        completed = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     assert json.loads(completed.stdout.splitlines()[-1]) == [expected, ["hit"] * 2, programs == "jit"]
 
@@ -167,15 +185,23 @@ def test_packages_of_a_family_give_the_tokens_of_the_dense_model(family: str, tm
         assert again.weights_read.num_bytes == first.weights_read.num_bytes <= first.plan.weight_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def small_start(small: Pair, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """The packages call the op, so a kernel that is replaced later runs in them."""
+    with exported_programs(), registered():
+        return start(small.quantised, tmp_path_factory.mktemp("cache"), programs="aot", dtype=request.param)
+
+
 @pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_a_kernel_with_a_mistake_fails_the_parity_check(fault: str, dtype: str, small: Pair, tmp_path: Path) -> None:
-    with exported_programs(), registered(FAULTS[fault]) if fault else registered():
-        if not fault:
-            start(small.quantised, tmp_path / "cache", programs="aot", dtype=dtype)
-            return
-        with pytest.raises(CompileError, match=FAILED):
-            start(small.quantised, tmp_path / "cache", programs="aot", dtype=dtype)
+def test_a_kernel_with_a_mistake_fails_the_parity_check(fault: str, small_start: Any) -> None:
+    """The reference is computed with the kernel too, in case it does not dequantise."""
+    runner, planned = small_start.engine.runner, small_start.planned
+    expectation = pytest.raises(CompileError, match=FAILED) if fault else nullcontext()
+    with registered(FAULTS[fault]) if fault else registered():
+        checker = ParityChecker(runner, planned.architecture, planned.config)
+        for bucket in planned.plan.buckets:
+            with expectation:
+                warm_bucket(runner, bucket, PreviousRun(), checker, small_start.cache_dir)
 
 
 def test_cache_keys_depend_on_the_sources_of_schemes() -> None:
