@@ -1,5 +1,4 @@
-"""The Triton kernels that group pairs by expert, and the GEMM of experts; grouping.py and matmul.py launch and describe
-them.
+"""The Triton kernels that group pairs by expert, and the GEMM, which grouping.py and matmul.py launch and describe.
 
 kernels/linear/scheme_codes.py converts bytes to values and reads scales. FORMAT is one of its formats, or "dense":
 elements in the dtype of the inputs.

@@ -5,9 +5,10 @@ the experts of Qwen3 30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have n
 torch's grouped GEMM, and the tiles of quantised ones follow from the registers and shared memory of the compiled
 kernels. The tiles of the summed product were timed with 8 slots, and in mxfp4 with 4 slots too, but not in int4.
 
-Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper, the GEMV has 8 to 9
-(int4) or 10 to 11 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows 6 to 13. With FP8
-weights both have 3 to 7. An H100 issues about 11 instructions in the time that it takes to read a byte.
+Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the loop
+of the GEMV has 6 to 9 (int4) or 8 to 10 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows
+6 to 13. With FP8 weights both have about 4. An H100 issues about 11 instructions in the time that it takes to read a
+byte.
 """
 
 from __future__ import annotations
