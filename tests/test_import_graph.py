@@ -50,6 +50,7 @@ TORCH_FREE = (
     "planning.quantize_request", "planning.gpu_description",
     "host.plain_progress",
     "host.progress", "host.stages",
+    "start.blind.process", "torch_compat.blind.cubin", "torch_compat.blind.linker",
     "start.planned", "start.prepare", "start.record.factors", "start.record.record",
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
     "start.record.lookup", "cache.files.records", "cache.record.manifest",

@@ -225,7 +225,7 @@ def _check_packable(folder: Path, manifest: Manifest) -> None:
             f"{folder / empty[0]} is empty; a start that was killed left it",
             f"delete it, then warm again: tcdeploy warm MODEL --cache-dir {folder}",
         )
-    if not manifest.was_warm:
+    if manifest.has_run and not manifest.was_warm:  # a build without the GPU lists what it has made
         raise WarmStartRequiredError(
             f"the last start of plan {manifest.plan['key']} compiled programs, so its list of files is not final",
             f"start it once more: tcdeploy warm MODEL --cache-dir {folder} --require-hit",

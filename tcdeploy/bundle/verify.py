@@ -31,7 +31,7 @@ from tcdeploy.cache.record.unlisted import unlisted_files
 from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signing import TrustedKey
 from tcdeploy.errors import IntegrityError
-from tcdeploy.planning.bucket_record import BucketRecord
+from tcdeploy.planning.bucket_record import BLIND, BucketRecord
 
 # Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.
 LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
@@ -40,6 +40,9 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 @dataclass(frozen=True)
 class VerifiedPlan:
     """A plan whose files all match their records.
+
+    `built_for`: the GPU for which it was built on a machine without it, until a start there has run it; else "".
+    `untimed_choices`: the number of kernel configurations that such a build could not time.
 
     For a plan from a bundle, `paths_not_from_bundle` lists its files that the bundle does not contain, because a later
     start compiled them; `files_not_from_bundle` is their number.
@@ -53,6 +56,8 @@ class VerifiedPlan:
     is_from_bundle: bool
     files_not_from_bundle: int = 0
     paths_not_from_bundle: tuple[str, ...] = ()
+    built_for: str = ""
+    untimed_choices: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,12 @@ def _check_stored_headers(folder: Path) -> None:
 def _verified_plan(manifest: Manifest, bundle: CheckedHeader | None) -> VerifiedPlan:
     plan, size = manifest.plan, sum(file.bytes for file in manifest.files)
     made_here = files_made_here(manifest.files, bundle) if bundle is not None else []
+    blind = None if manifest.has_run else manifest.blind
     return VerifiedPlan(
         plan["key"], plan["model"], files=len(manifest.files), bytes=size,
         signer=bundle.signer if bundle is not None else None, is_from_bundle=bundle is not None,
         files_not_from_bundle=len(made_here), paths_not_from_bundle=tuple(made_here),
+        built_for=blind.target.name if blind else "", untimed_choices=len(blind.choices) if blind else 0,
     )  # fmt: skip
 
 
@@ -157,6 +164,7 @@ def compare_top_tokens(packed: Manifest, local_records: tuple[BucketRecord, ...]
     return [
         _compare_bucket(record, records.get(record.bucket), str(packed.plan["compute_dtype"]))
         for record in packed.buckets
+        if record.outcome != BLIND  # its tokens were not computed
     ]
 
 

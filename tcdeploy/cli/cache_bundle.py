@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.cli import cache_target
+from tcdeploy.cli.blind_build import build_for, check_target_options
 from tcdeploy.cli.cache_target import BundleFile, Target, TrustCacheDir
 from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
-from tcdeploy.cli.report_options import Json
+from tcdeploy.cli.report_options import Json, TargetGPU, Winners
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import installed_versions
@@ -36,29 +37,34 @@ def pack(
     key: Annotated[
         Path | None, typer.Option("--sign", help="Sign the bundle with this key", metavar="NAME.key")
     ] = None,
+    target_gpu: TargetGPU = None,
+    winners: Winners = None,
     json: Json = False,
 ) -> None:
     """Pack everything that a warm start of MODEL needs into one file. MODEL may also be a cache folder.
 
     The bundle contains exactly the files that a start without compilation used. If the plan's last start compiled
     something, it is started once more, and packing fails if that start compiles too. The bundle of a MODEL has its jit
-    programs and its packages, unless --programs is given.
+    programs and its packages, unless --programs is given. With --target-gpu, packages are compiled for a GPU that this
+    machine does not have, and the bundle says that they have not run.
     """
     from tcdeploy.bundle import pack as packing
     from tcdeploy.cache.folder.access import check_folder
     from tcdeploy.cli import cache_display
 
     folder = Path(recipe.model)
+    check_target_options(recipe, target_gpu, winners, {"--plan": plan})
     if cache_target.is_cache_folder(folder):
         check_folder(folder, recipe.trust_cache_dir, must_exist=True)
-        if recipe != RecipeOptions({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}).build():
+        is_given = recipe != RecipeOptions({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}).build()
+        if is_given or target_gpu is not None:
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
         plan_keys = [plan] if plan else packing.plans_to_pack(folder)
     else:
         if plan is not None:
             hint = "remove --plan: MODEL and flags are a plan"
             raise UsageError("--plan needs a cache folder instead of MODEL", hint)
-        folder, plan_keys = _warm_model(recipe)
+        folder, plan_keys = _warm_model(recipe) if target_gpu is None else _build(recipe, target_gpu, winners)
     packed = packing.warm_start_and_pack(folder, plan_keys, out, key)
     cache_display.show_packed(packed, cache_target.read_manifests(out), json)
 
@@ -71,6 +77,15 @@ def _warm_model(recipe: Recipe) -> tuple[Path, list[str]]:
     with display.show_progress() as progress:
         report, packages = fill_cache(recipe, progress, is_packed=True)
     return Path(report.cache_dir), filled_plans(report, packages)
+
+
+def _build(recipe: Recipe, target_gpu: str, winners: Path | None) -> tuple[Path, list[str]]:
+    """Build the plan for a GPU that this machine does not have. Returns the cache folder and the plan's key."""
+    from tcdeploy.cli import display
+
+    with display.show_progress() as progress:
+        built = build_for(recipe, target_gpu, winners, None, progress)
+    return Path(built.cache_dir), [built.plan_key]
 
 
 def unpack(

@@ -123,6 +123,11 @@ def show_verified(
 
 
 def _provenance(plan: VerifiedPlan) -> str:
+    if plan.built_for:
+        signer = f"; {_format_signer(plan.signer)}" if plan.is_from_bundle else ""
+        return (
+            f"built for {plan.built_for} without that GPU ({plan.untimed_choices} choices not timed), not run{signer}"
+        )
     if not plan.is_from_bundle:
         return "compiled on this machine"
     paths = plan.paths_not_from_bundle
@@ -174,7 +179,12 @@ def show_other_versions(folder: Path, verb: str) -> None:
 
 
 def _plan_state(plan: CachedPlan) -> str:
-    states = {"in use": plan.is_leased, "from a bundle": plan.is_from_bundle, "no warm start yet": not plan.was_warm}
+    states = {
+        "in use": plan.is_leased,
+        "from a bundle": plan.is_from_bundle,
+        "built without its GPU": not plan.has_run,
+        "no warm start yet": plan.has_run and not plan.was_warm,
+    }
     return ", ".join(state for state, holds in states.items() if holds) or "-"
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
+    from tcdeploy.start.blind.process import BlindResult
     from tcdeploy.start.deployment import Deployment, StartReport
     from tcdeploy.start.package_build import PackageResult
 
@@ -42,7 +43,7 @@ MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json")  # of warm and compile
 COMMAND_OPTIONS = (  # take a value
     "--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from", "--text", "--against", "--tokens",
-    "--window",
+    "--window", "--target-gpu", "--winners",
 )  # fmt: skip
 
 
@@ -170,6 +171,19 @@ def show_warm_report(deployment: StartReport, packages: PackageResult | None, as
             f"packages: {packages.bytes / 1e6:.1f} MB{seconds}; later starts load them without tracing the model"
         )
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
+
+
+def show_blind_build(result: BlindResult, target: str, as_json: bool) -> None:
+    """What a build for a GPU that this machine does not have has left in the cache folder."""
+    if as_json:
+        print(json_document("warm", target_gpu=target, **vars(result)))
+        return
+    show_sentence(
+        f"plan {result.plan_key} for {target} in {result.cache_dir}: compiled in {result.seconds:.1f} s with up to "
+        f"{result.peak_bytes / 2**30:.1f} GiB of host memory, and not run; the first start on the GPU checks it"
+    )
+    for choice in result.choices:
+        show_sentence(f"not timed: {choice}")
 
 
 def show_server_is_ready(deployment: Deployment, address: str, example: str, seconds: float, as_json: bool) -> None:

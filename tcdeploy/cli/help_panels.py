@@ -16,7 +16,7 @@ from typer.main import get_command
 
 PANELS = {
     "Model": ("model", "recipe", "revision", "to", "skip"),
-    "Plan": ("missed_shapes", "target_gpu"),
+    "Plan": ("missed_shapes", "target_gpu", "winners"),
     "Text": ("chat",),
     "Server": ("port",),
     "Ray": ("ray", "address", "timeout"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,9 +24,17 @@ TargetGPU = Annotated[
     str | None,
     typer.Option(
         "--target-gpu",
-        help="With --dry-run: plan for this GPU instead of the machine's own; a known name such as h100, or a file "
-        "with the output of `tcdeploy doctor --describe-gpu`",
+        help="Build for this GPU, which the machine need not have; with --dry-run, only plan for it. A known name such "
+        "as h100, or a file with the output of `tcdeploy doctor --describe-gpu`",
         metavar="NAME|FILE",
+    ),
+]
+Winners = Annotated[
+    Path | None,
+    typer.Option(
+        help="With --target-gpu: bundle or cache folder of such a GPU, whose measured kernel configurations are used",
+        metavar="BUNDLE",
+        show_default=False,
     ),
 ]
 Budget = Annotated[

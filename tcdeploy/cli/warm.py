@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from tcdeploy.cli.blind_build import build_for, check_target_options
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
-from tcdeploy.cli.report_options import Budget, DryRun, Json, TargetGPU, enforce_budget, parse_budget, warn_if_busy
+from tcdeploy.cli.report_options import (
+    Budget,
+    DryRun,
+    Json,
+    TargetGPU,
+    Winners,
+    enforce_budget,
+    parse_budget,
+    warn_if_busy,
+)
 from tcdeploy.errors import CompileError, IntegrityError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -38,6 +48,7 @@ def warm(
     recipe: Recipe,
     dry_run: DryRun = False,
     target_gpu: TargetGPU = None,
+    winners: Winners = None,
     missed_shapes: MissedShapes = None,
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with code 6 if a bucket had to compile")
@@ -55,47 +66,79 @@ def warm(
 
     Safe to repeat and to run in parallel. Without a GPU nothing is captured. Afterwards, ahead-of-time packages are
     built in another process (--programs jit: none; --programs aot: only packages). With --require-hit nothing is built,
-    and the report says whether later starts use packages.
+    and the report says whether later starts use packages. With --target-gpu, packages for a GPU that this machine does
+    not have are compiled; the first start on the GPU runs, captures and checks them.
     """
     from tcdeploy.cli import display
 
-    if dry_run and (require_hit or budget or cache_from or cache_to):
-        raise UsageError("--dry-run excludes --require-hit, --budget, --cache-from and --cache-to", "remove --dry-run")
-    if target_gpu is not None and not dry_run:
-        raise UsageError("--target-gpu needs --dry-run", "add --dry-run, or warm on a machine with the GPU")
+    if dry_run and (require_hit or budget or cache_from or cache_to or winners):
+        excluded = "--require-hit, --budget, --cache-from, --cache-to and --winners"
+        raise UsageError(f"--dry-run excludes {excluded}", "remove --dry-run")
+    if not dry_run:
+        needs_gpu = {"--require-hit": require_hit, "--budget": budget, "--cache-from": cache_from}
+        check_target_options(recipe, target_gpu, winners, needs_gpu)
     if key is not None and cache_to is None:
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
     cache = cache_source(cache_from, allow_unsigned, allow_rollback)
     budget_seconds, fetch_seconds = parse_budget(budget), 0.0
-    if recipe.tune_seconds and not dry_run:
+    if dry_run:
+        _show_plan(recipe, target_gpu, missed_shapes, json)
+        return
+    if target_gpu is not None:
+        _build_for_target(recipe, target_gpu, winners, missed_shapes, cache_to, key, trusted_keys, json)
+        return
+    if recipe.tune_seconds:
         warn_if_busy()
-    target = _target(target_gpu)
     with display.show_progress() as progress:
         if missed_shapes is not None:
-            recipe = _with_missed_shapes(recipe, missed_shapes, dry_run, target)
+            recipe = _with_missed_shapes(recipe, missed_shapes)
         if cache is not None:
             fetch_seconds = fetch_cache(recipe, cache, trusted_keys, progress)
-        if dry_run:
-            from tcdeploy.start.decide import decide
-
-            planned = decide(recipe, is_dry_run=True, jit_reason="packages are built afterwards", target=target)
-        else:
-            is_packed = cache_to is not None
-            report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit, is_packed=is_packed)
-    if dry_run:
-        display.show_plan(planned.plan, planned.findings, json)
-        return
+        is_packed = cache_to is not None
+        report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit, is_packed=is_packed)
     display.show_warm_report(report, packages, json)
     if require_hit:
         _enforce_hits(report)
     _require_record(report)
     enforce_budget({**report.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
     if cache_to is not None:
-        from tcdeploy.bundle.fetch import pack_and_push
-        from tcdeploy.cli.cache_display import format_pushed
+        _push(report.cache_dir, filled_plans(report, packages), cache_to, key)
 
-        pushed = pack_and_push(report.cache_dir, filled_plans(report, packages), cache_to, key)
-        print(f"cache: {format_pushed(pushed)}", file=sys.stderr)
+
+def _show_plan(recipe: Recipe, target_gpu: str | None, missed_shapes: str | None, json: bool) -> None:
+    """The plan of a dry run, and what this machine lacks for it."""
+    from tcdeploy.cli import display
+
+    target = _target(target_gpu)
+    with display.show_progress():
+        if missed_shapes is not None:
+            recipe = _with_missed_shapes(recipe, missed_shapes, True, target)
+        from tcdeploy.start.decide import decide
+
+        planned = decide(recipe, is_dry_run=True, jit_reason="packages are built afterwards", target=target)
+    display.show_plan(planned.plan, planned.findings, json)
+
+
+def _build_for_target(
+    recipe: Recipe, target: str, winners: Path | None, missed_shapes: str | None, cache_to: str | None,
+    key: Path | None, trusted_keys: Path | None, json: bool,
+) -> None:  # fmt: skip
+    from tcdeploy.cli import display
+
+    with display.show_progress() as progress:
+        if missed_shapes is not None:
+            recipe = _with_missed_shapes(recipe, missed_shapes, target=_target(target))
+        result = build_for(recipe, target, winners, trusted_keys, progress)
+    display.show_blind_build(result, target, json)
+    if cache_to is not None:
+        _push(result.cache_dir, [result.plan_key], cache_to, key)
+
+
+def _push(cache_dir: str, plan_keys: list[str], url: str, key: Path | None) -> None:
+    from tcdeploy.bundle.fetch import pack_and_push
+    from tcdeploy.cli.cache_display import format_pushed
+
+    print(f"cache: {format_pushed(pack_and_push(cache_dir, plan_keys, url, key))}", file=sys.stderr)
 
 
 def fill_cache(
@@ -171,7 +214,9 @@ def _target(name_or_file: str | None) -> GPUDescription | None:
     return None if name_or_file is None else read_gpu_description(name_or_file)
 
 
-def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool, target: GPUDescription | None) -> Recipe:
+def _with_missed_shapes(
+    recipe: Recipe, path: str, dry_run: bool = False, target: GPUDescription | None = None
+) -> Recipe:
     from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
     from tcdeploy.start.decide import decide
 

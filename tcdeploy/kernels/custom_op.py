@@ -18,6 +18,7 @@ NAMESPACE = "tcdeploy"
 ENUMERATIONS = ("ScalarType", "Layout", "MemoryFormat")  # as schemas name them
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # the ops exist as long as this object
+implementations: dict[str, Callable[..., Any]] = {}  # of all ops, by name, for builds that call them on fake tensors
 
 
 class CustomOp:
@@ -26,6 +27,7 @@ class CustomOp:
     def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
         _library.define(name + schema, tags=[torch.Tag.pt2_compliant_tag])
         _library.impl(name, function, "CompositeExplicitAutograd")
+        implementations[name] = function
         self._name = name
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default  # a torch._ops.OpOverload
 

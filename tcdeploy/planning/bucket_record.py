@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+BLIND = "blind"  # outcome of a bucket that was compiled on a machine without the GPU, and has not run
+
 
 @dataclass(frozen=True)
 class Parity:
@@ -53,7 +55,7 @@ class BucketRecord:
     """Costs and results of warming one bucket. None: not measured."""
 
     bucket: str
-    outcome: str  # hit, miss, uncached, reused or unknown (programs/compile_stats.py)
+    outcome: str  # hit, miss, uncached, reused or unknown (programs/compile_stats.py); or BLIND
     compile_seconds: float  # in the process that runs the bucket, which may load what another process has compiled
     capture_seconds: float
     check_seconds: float
@@ -101,3 +103,19 @@ class BucketRecord:
             kernels_timed=other.kernels_timed + self.kernels_timed,
             kernels_compiled=other.kernels_compiled + self.kernels_compiled,
         )
+
+
+def blind_record(bucket: str, variant: str, seconds: float, programs: int) -> BucketRecord:
+    """The record of a bucket that was compiled and has not run. `seconds`: of its compilation."""
+    not_checked = Parity(
+        rows=0, reference_dtype="", max_difference=0.0, relative_difference=0.0, kl=0.0, median_kl=0.0,
+        eager_max_difference=0.0, eager_kl=0.0, max_difference_limit=0.0, kl_limit=0.0, median_kl_limit=0.0,
+        outlier_rows=0, attempts=0, reference_changed=False, passed=False,
+    )  # fmt: skip
+    no_tokens = GreedyTokens("", (), ())
+    return BucketRecord(
+        bucket=bucket, outcome=BLIND, compile_seconds=seconds, capture_seconds=0.0, check_seconds=0.0,
+        compiles=programs, programs=programs, cache_hits=0, cache_misses=programs, graph_breaks=0, cudagraph_skips=0,
+        captured=False, parity=not_checked, eager_greedy_tokens=no_tokens, greedy_tokens=no_tokens,
+        peak_memory_bytes=0, variant=variant, cold_seconds=seconds,
+    )  # fmt: skip

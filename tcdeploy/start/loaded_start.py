@@ -236,6 +236,7 @@ def _make_manifest(
         is_first_start=is_first_start(),
         compiled_at=compilation_date(warmed.records, start.earlier),
         step_costs=_costs_in_manifest(warmed.costs),
+        blind=start.earlier.blind if start.earlier is not None else None,
     )
 
 

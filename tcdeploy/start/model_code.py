@@ -61,6 +61,7 @@ from tcdeploy.programs.aot import PackageExchange
 from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
+from tcdeploy.start.blind.first_start import check_first_start, report_other_targets
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
@@ -121,7 +122,7 @@ class ModelCode:
         plan, traced = self.planned.plan, self.planned.traced_model
         _require_caches(plan)
         start_hashing()
-        self._staging = _activate(self.planned, plan.key)
+        self._staging = activate_plan(self.planned, plan.key)
         self._gpu_setup.close()
         if traced is not None:
             self._model, self._weights_read = self._weight_reading.enter_context(loading_model(traced, plan))
@@ -135,7 +136,10 @@ class ModelCode:
         request, planned, staging = self._request, self.planned, self._staging
         self._earlier = earlier
         if earlier is None:
+            report_other_targets(planned.plan, request.recipe.compile)
             _refuse_cold_start(planned.plan, staging)
+        elif not earlier.has_run:
+            check_first_start(earlier, planned.environment, staging)
         compiles_here = self._is_cold and not request.eager
         if compiles_here:
             staging.link_headers()
@@ -234,8 +238,13 @@ class ModelCode:
 
     @property
     def _may_add_files(self) -> bool:
-        """Whether to add a file to the plan: not to those of a bundle, nor to a folder that cannot be written."""
-        return self._staging.bundle is None and not self._staging.is_private_copy
+        """Whether to add a file to the plan: not to those of a bundle, nor to a folder that cannot be written.
+
+        A bundle that was built without the GPU has no reference and no start record, so its first start adds them.
+        """
+        has_run = self._earlier is None or self._earlier.has_run
+        is_complete = self._staging.bundle is not None and (has_run or self._request.recipe.require_signed)
+        return not is_complete and not self._staging.is_private_copy
 
     def _buckets_to_precompile(self) -> Collection[Bucket]:
         """Those whose Triton kernels threads compile while the reference is computed."""
@@ -289,7 +298,7 @@ def _refuse_cold_start(plan: Plan, staging: StagingFolder) -> None:
             compile_refusal.check("a program")
 
 
-def _activate(planned: PlannedModel, plan_key: str) -> StagingFolder:
+def activate_plan(planned: PlannedModel, plan_key: str) -> StagingFolder:
     """Make torch use a staging folder in the plan's cache folder, and lease the plan `plan_key`."""
     plan = planned.plan
     staging = activate(plan.cache_dir, plan_key, len(plan.buckets), planned.recipe.trust_cache_dir)
@@ -368,7 +377,7 @@ def compile_buckets(
     planned = decide(recipe)
     count_start()
     start_hashing()
-    staging = _activate(planned, plan_key)
+    staging = activate_plan(planned, plan_key)
     restore_plan(staging, plan_key, rebuild=False)
     copy_finished_buckets(staging)  # buckets of a killed start that the first process has taken over
     staging.link_headers()

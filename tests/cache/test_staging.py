@@ -127,6 +127,18 @@ def test_a_running_start_gets_the_finished_buckets_of_another(root: Path) -> Non
     assert paths_in(running.path) == {FIRST}
 
 
+def test_measured_configurations_of_a_compile_worker_are_listed_though_no_program_reads_them(root: Path) -> None:
+    worker, running = start(root), start(root)
+    worker.add_to_journal("plan", [write(worker.path, FIRST), write(worker.path, "ab/kernel.best_config")])
+    copy_finished_buckets(running)
+    listed = hash_used_files(running, [], None, is_first_prepare=True)
+    assert [file.path for file in listed] == ["ab/kernel.best_config"]
+    later = start(root)
+    write(later.path, "ab/kernel.best_config")
+    earlier: Any = SimpleNamespace(files=listed)
+    assert hash_used_files(later, [], earlier, is_first_prepare=True) == listed, "a warm start keeps it"
+
+
 def test_a_folder_that_disappears_while_its_files_are_copied_is_skipped(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

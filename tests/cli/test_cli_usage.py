@@ -36,7 +36,7 @@ from tcdeploy.server.settings import ServerSettings
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 COMMANDS = ("compile", "warm", "generate")
-DRY_RUN_CONFLICT = "--dry-run excludes --require-hit, --budget, --cache-from and --cache-to"
+DRY_RUN_CONFLICT = "--dry-run excludes --require-hit, --budget, --cache-from, --cache-to and --winners"
 
 
 def clean_environment(**environ: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ PURE_CALLS = {
     "is_contiguous",
     "is_expert_parallel",
     "is_fusable",
+    "is_summable",
     "items",
     "isdisjoint",
     "isinstance",

@@ -1,4 +1,4 @@
-"""`warm --dry-run --target-gpu`: the plan for a GPU that this machine does not have."""
+"""`warm --target-gpu`: the plan for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def test_memory_that_the_target_lacks_is_a_finding(run_cli: RunCLI, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--target-gpu", "h100"), "--target-gpu needs --dry-run"),
+        (("--target-gpu", "h100", "--require-hit"), "--target-gpu excludes --require-hit"),
+        (("--target-gpu", "h100", "--budget", "6s"), "--target-gpu excludes --budget"),
+        (("--target-gpu", "h100", "--tune-seconds", "9"), "--target-gpu excludes --tune-seconds"),
+        (("--winners", "x.tcb"), "--winners needs --target-gpu"),
+        (("--winners", "x.tcb", "--target-gpu", "h100", "--dry-run"), "--dry-run excludes"),
+        (("--target-gpu", "h1000"), "no GPU is called 'h1000'"),
         (("--dry-run", "--target-gpu", "h1000"), "no GPU is called 'h1000'"),
         (("--dry-run", "--target-gpu", "h100", "--device", "cpu"), "--target-gpu excludes --device cpu"),
     ],

@@ -20,6 +20,7 @@ from tcdeploy.models.convert.scheme_weight import SchemeWeight
 from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
+from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors, has_data
 from tests.int8_checkpoint import change_config
 
 LAYERS, HIDDEN, INTERMEDIATE, EXPERTS = 8, 128, 256, 8
@@ -191,3 +192,12 @@ def test_modules_made_after_the_block_have_values() -> None:
     with pytest.raises(ValueError), dummy_model._matrices_on_meta():
         raise ValueError
     assert not nn.Linear(4, 3).weight.is_meta
+
+
+@each_case
+def test_a_model_without_data_has_the_same_tensors(loaders: dict[str, Load], case: str) -> None:
+    with fake_tensors():
+        fake = loaders[case]()
+    tensors, expected = ({n: (t.shape, t.dtype) for n, t in m.state_dict().items()} for m in (fake, loaders[case]()))
+    assert tensors == expected
+    assert not any(map(has_data, fake.parameters()))

@@ -20,6 +20,7 @@ from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, CACHE_DIRS, CONFLICTS_DIR
 from tcdeploy.host.regular_file import UnsafeFileError, open_regular
 
 CHUNK_BYTES = 1 << 20
+WINNER_SUFFIX = ".best_config"
 HASHING_THREADS = 4
 
 
@@ -63,6 +64,11 @@ def is_plain_record(file: FileRecord) -> bool:
     is_printable = re.search(r"[\x00-\x1f\x7f\\\ud800-\udfff]", path) is None
     is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
     return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256
+
+
+def is_winner(path: str) -> bool:
+    """Whether a file is Inductor's record of the fastest configuration of a kernel."""
+    return path.endswith(WINNER_SUFFIX)
 
 
 def list_cache_files(folder: str | Path) -> list[str]:

@@ -54,6 +54,11 @@ class Header:
         return {str(manifest.plan["key"]): manifest for manifest in (self.manifest, *self.others)}
 
     @property
+    def built_without_device(self) -> bool:
+        """Whether a plan of the bundle was compiled on a machine without its GPU, and no start has run it."""
+        return not all(manifest.has_run for manifest in self.manifests.values())
+
+    @property
     def payload_files(self) -> tuple[FileRecord, ...]:
         """In the order of the payload. Two plans may have different files with the same path."""
         if not self.others:
@@ -111,6 +116,8 @@ def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
 
 def header_bytes(header: Header) -> bytes:
     document: dict[str, Any] = {"payload": asdict(header.payload), "manifest": manifest_text(header.manifest)}
+    if header.built_without_device:
+        document["built_without_device"] = True
     if header.others:
         document["other_manifests"] = [manifest_text(manifest) for manifest in header.others]
     return json.dumps(document).encode()

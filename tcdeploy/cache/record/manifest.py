@@ -24,13 +24,14 @@ from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployE
 from tcdeploy.host.durable import sync, write_durably
 from tcdeploy.host.regular_file import DISK_FULL, UnsafeFileError, read_regular
 from tcdeploy.host.typed_json import check_fields, from_json
-from tcdeploy.planning.bucket_record import BucketRecord, Trial
+from tcdeploy.planning.bucket_record import BLIND, BucketRecord, Trial
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
+from tcdeploy.planning.gpu_description import GPUDescription
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.plan import Plan
 
 # Raise by one if a field is added or removed, or changes its meaning. Plans of other schemas are not used.
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
 
 
@@ -47,6 +48,14 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class BlindBuild:
+    """How programs were compiled on a machine without the GPU. `choices`: what was chosen without timing it."""
+
+    target: GPUDescription
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     plan: dict[str, Any]
     environment: dict[str, Any]
@@ -58,6 +67,7 @@ class Manifest:
     is_first_start: bool = True  # whether its process had prepared nothing before
     compiled_at: int | None = None  # end of the last start that compiled, in seconds since 1970; None: not recorded
     step_costs: dict[str, Any] | None = None  # StepCosts and the digest of its sources; None: not recorded
+    blind: BlindBuild | None = None  # None: the programs were compiled on a machine with the plan's device
     schema: int = SCHEMA_VERSION
 
     @property
@@ -67,6 +77,11 @@ class Manifest:
         False for a later start of a process: it may have found programs in memory and opened no file.
         """
         return self.is_first_start and all(record.outcome in ("hit", "reused") for record in self.buckets)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a start has run the programs. False for a build without the GPU until its first start there."""
+        return all(record.outcome != BLIND for record in self.buckets)
 
     @property
     def total_bytes(self) -> int:

@@ -81,6 +81,7 @@ class StagingFolder:
         self._in_journal: dict[str, FileRecord] = {}  # by path
         self._hashed: dict[str, tuple[int, int]] = {}  # size and modification time of files when they were hashed
         self.deferred: tuple[FileRecord, ...] = ()  # files that `fill_deferred` copies
+        self.winners: set[str] = set()  # measured configurations of kernels that compile workers have compiled
         self.bundle: CheckedHeader | None = None
 
     @property

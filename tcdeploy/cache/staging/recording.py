@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from tcdeploy.cache.files.records import FileRecord, hash_files
+from tcdeploy.cache.files.records import FileRecord, hash_files, is_winner
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.cache.folder.access import translate_os_errors
 from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, REFERENCES_DIR, manifest_path
@@ -88,16 +88,16 @@ def hash_used_files(
     """Records of the cache files that this start used, and with their present records of deferred and bundled files.
 
     A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then,
-    but not its reference: this start lists its own, if it has one. Timings of max-autotune's choices are always
-    included, because only a start that compiles reads them.
+    but not its reference: this start lists its own, if it has one. Timings of max-autotune's choices and the measured
+    configurations of kernels are always included, because only a start that compiles reads them. (`--winners` does.)
     """
     folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []
-    autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
+    autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/") or is_winner(path)]
     program_paths = [path for path in earlier_paths if not path.startswith(f"{REFERENCES_DIR}/")]
     reused_paths = autotune_paths if is_first_prepare else program_paths
     deferred = {file.path for file in staging.deferred}
-    used = hash_files(folder, {*used_paths, *reused_paths} - deferred)
+    used = hash_files(folder, {*used_paths, *reused_paths, *staging.winners} - deferred)
     by_path = {file.path: file for file in (*used, *staging.deferred, *bundled)}
     return tuple(by_path[path] for path in sorted(by_path))
 

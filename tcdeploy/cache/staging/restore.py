@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tcdeploy.cache.files.records import DamagedFile, FileRecord
+from tcdeploy.cache.files.records import DamagedFile, FileRecord, is_winner
 from tcdeploy.cache.files.usage import untracked
 from tcdeploy.cache.folder.layout import REFERENCES_DIR, manifest_path, plan_keys, stored_header_path
 from tcdeploy.cache.folder.leases import folder_lock
@@ -175,6 +175,8 @@ def _report_other_versions(folder: str) -> None:
 
 
 def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
+    if manifest.blind is not None:
+        return  # its first start on the GPU added the reference and the start record
     if staging.bundle is not None and (made_here := files_made_here(manifest.files, staging.bundle)):
         log.warning(
             "%d of the %d files of plan %s were compiled on this machine and are not in its bundle, for example %s",
@@ -235,6 +237,7 @@ def copy_finished_buckets(staging: StagingFolder) -> None:
         try:
             with untracked():
                 staging.fill(missing, folder)
+            staging.winners |= {file.path for file in missing if is_winner(file.path)}
         except FileNotFoundError:  # another process has removed the folder
             log.debug("%s was removed while its files were copied", folder)
         except TrustError as error:

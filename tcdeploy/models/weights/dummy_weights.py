@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tcdeploy.torch_compat.dynamo.fake_tensors import has_data
+
 ATTENTION_STD = 1.5
 ATTENTION_OUTPUT_GAIN = 2.0
 LOGITS_STD = 1.5
@@ -129,7 +131,9 @@ def _fan_in(module: nn.Module, name: str, weight: Tensor, model: PreTrainedModel
 
 
 def _rescale(weight: Tensor, rms: float) -> None:
-    """Give `weight` the root mean square `rms`. A matrix of zeros is drawn anew."""
+    """Give `weight` the root mean square `rms`. A matrix of zeros is drawn anew. One without data is left as it is."""
+    if not has_data(weight):
+        return
     current = torch.linalg.vector_norm(weight, dtype=torch.float32).item() / math.sqrt(weight.numel())
     if current > 0.0 and math.isfinite(current):
         weight.mul_(rms / current)
@@ -145,6 +149,8 @@ def _vary_norms(embedding: Tensor) -> None:
 
 def _perturb(vector: Tensor, name: str, gain: float) -> None:
     """Add noise. The weight of a norm, which computes x * weight or x * (1 + weight), is multiplied by `gain` first."""
+    if not has_data(vector):
+        return
     if name == "weight" and gain != 1.0:
         is_zero_centered = not vector.any().item()
         if is_zero_centered:

@@ -15,6 +15,7 @@ import torch
 from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 FAKE_TENSOR_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
+FAKE_TENSOR = "torch._subclasses.fake_tensor:FakeTensor"
 LOGGER = "torch._subclasses.fake_tensor"
 
 
@@ -36,3 +37,9 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values: it is neither fake nor on the meta device."""
+    kind = find(FAKE_TENSOR)
+    return not tensor.is_meta and (kind is None or not isinstance(tensor, kind))

@@ -1,0 +1,91 @@
+"""Builds for GPUs that the machine does not have. They need PyTorch's CUDA build, and no driver."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tcdeploy.cache.record.manifest import Manifest, read_manifests
+from tcdeploy.start.blind.build import copy_winners
+from tcdeploy.torch_compat.blind.cubin import architecture
+from tests.conftest import TINY, RunCLI
+
+SHAPES = ("--load-format", "dummy", "--buckets", "64", "--batch-sizes", "1,4")
+needs_cuda_build = pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch is built for CPUs")
+
+
+def architectures(folder: Path, manifest: Manifest) -> set[int]:
+    """Of all cubins of a plan, in packages too."""
+    found = set()
+    for path in (folder / file.path for file in manifest.files):
+        if path.suffix == ".cubin":
+            found.add(architecture(path.read_bytes()))
+        elif path.suffix == ".pt2":
+            with zipfile.ZipFile(path) as package:
+                found |= {architecture(package.read(name)) for name in package.namelist() if name.endswith(".cubin")}
+    return found
+
+
+@needs_cuda_build
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("target", "programs", "number"), [("l4", "jit", 89), ("h200", "auto", 90), ("b200", "auto", 100)]
+)
+def test_programs_and_kernels_are_compiled_for_the_target(
+    run_cli: RunCLI, tmp_path: Path, target: str, programs: str, number: int
+) -> None:
+    folder, bundle = tmp_path / "cache", tmp_path / "plan.tcb"
+    flags = (*SHAPES, "--programs", programs, "--cache-dir", str(folder))
+    planned = json.loads(run_cli("warm", TINY, *flags, "--dry-run", "--target-gpu", target, "--json").stdout)["plan"]
+    done = run_cli("warm", TINY, *flags, "--target-gpu", target, "--json", new=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    [(key, manifest)] = read_manifests(folder).items()
+    assert key == report["plan_key"] and (programs != "jit" or key == planned["key"])
+    assert [record.bucket for record in manifest.buckets] == ["prefill:64", "decode:1", "decode:4"]
+    assert {record.outcome for record in manifest.buckets} == {"blind"} and not manifest.was_warm
+    assert architectures(folder, manifest) == {number}
+    assert manifest.blind is not None and manifest.blind.choices == tuple(report["choices"]) != ()
+    folders = {file.path.partition("/")[0] for file in manifest.files}
+    assert folders == {"aot", "triton"} if programs == "auto" else {"fxgraph", "aotautograd", "triton"} <= folders
+    if programs == "jit":
+        num_programs = sum(record.programs for record in manifest.buckets)
+        assert len([file for file in manifest.files if file.path.startswith("fxgraph/")]) == num_programs
+    packed = run_cli("cache", "pack", str(folder), "-o", str(bundle))
+    assert packed.returncode == 0, packed.stderr
+    refused = run_cli("warm", TINY, *flags, "--no-compile")
+    assert refused.returncode == 3 and "were built for NVIDIA" in refused.stderr
+
+
+@needs_cuda_build
+@pytest.mark.long
+def test_measured_configurations_of_a_bundle_are_taken(run_cli: RunCLI, tmp_path: Path) -> None:
+    flags = ("warm", TINY, *SHAPES, "--programs", "jit", "--target-gpu", "l4", "--json")
+    first = json.loads(run_cli(*flags, "--cache-dir", str(tmp_path / "first"), new=True).stdout)
+    unmeasured = [choice for choice in first["choices"] if choice.startswith("kernel")]
+    assert unmeasured
+    for path in (tmp_path / "first").rglob("*.best_config"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "time_taken_ms": 1}))
+    winners = ("--winners", str(tmp_path / "first"), "--cache-dir", str(tmp_path / "second"))
+    second = json.loads(run_cli(*flags, *winners, new=True).stdout)
+    assert [choice for choice in second["choices"] if choice.startswith("kernel")] == []
+
+
+def test_configurations_that_were_not_measured_are_no_winners(tmp_path: Path) -> None:
+    (tmp_path / "source" / "ab").mkdir(parents=True)
+    for name, time in (("measured", 3), ("fast", 0), ("first", -1)):
+        (tmp_path / "source" / "ab" / f"{name}.best_config").write_text(json.dumps({"time_taken_ms": time}))
+    copy_winners(tmp_path / "source", tmp_path / "staging")
+    assert sorted(path.name for path in tmp_path.glob("staging/*/*")) == ["fast.best_config", "measured.best_config"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
+def test_pytorch_for_cpus_builds_nothing_for_a_gpu(run_cli: RunCLI, tmp_path: Path) -> None:
+    done = run_cli("warm", TINY, *SHAPES, "--target-gpu", "h200", "--cache-dir", str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"error: PyTorch {torch.__version__} is built for CPUs" in done.stderr
+    assert not (tmp_path / "cache" / "manifests").exists()

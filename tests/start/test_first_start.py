@@ -1,0 +1,153 @@
+"""A plan that was built without its GPU is checked before its first start loads anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tcdeploy.cache.files.records import FileRecord, hash_files
+from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifest, write_manifest
+from tcdeploy.errors import IntegrityError, MismatchError
+from tcdeploy.planning.bucket_record import blind_record
+from tcdeploy.planning.gpu_description import GPUDescription, read_gpu_description
+from tcdeploy.start.blind import first_start
+from tests.cache.test_manifest import MANIFEST
+from tests.conftest import PACKAGE_FLAGS, TINY, RunCLI
+from tests.fork_server import HAS_GPU
+from tests.machines import H100 as MACHINE
+
+H200 = read_gpu_description("h200")
+
+
+def cubin(architecture: int) -> bytes:
+    """The header of an ELF file as CUDA 12 writes it."""
+    header = bytearray(64)
+    header[:5], header[8], header[48] = b"\x7fELF\x02", 7, architecture
+    return bytes(header)
+
+
+def built(folder: Path, **kernels: int) -> Manifest:
+    """A plan for an H200 with a kernel of each of these architectures; `package` is in a package."""
+    for name, architecture in kernels.items():
+        if name == "package":
+            (folder / "aot" / "key").mkdir(parents=True)
+            with zipfile.ZipFile(folder / "aot" / "key" / "package.pt2", "w") as archive:
+                archive.writestr("package/data/aotinductor/model/kernel.cubin", cubin(architecture))
+        else:
+            (folder / "triton" / name).mkdir(parents=True)
+            (folder / "triton" / name / "kernel.cubin").write_bytes(cubin(architecture))
+    files = hash_files(folder, [path.relative_to(folder).as_posix() for path in folder.rglob("*.*") if path.is_file()])
+    record = blind_record("decode:1", "default", 1.0, 1)
+    return dataclasses.replace(MANIFEST, buckets=(record,), files=files, blind=BlindBuild(H200, ()))
+
+
+def check(manifest: Manifest, folder: Path, monkeypatch: pytest.MonkeyPatch, here: GPUDescription = H200) -> None:
+    monkeypatch.setattr(first_start, "describe_first_gpu", lambda environment: here)
+    first_start.check_first_start(manifest, MACHINE, SimpleNamespace(path=str(folder)))  # type: ignore[arg-type]
+
+
+def test_kernels_of_the_described_gpu_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(built(tmp_path, one=90, package=90), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kernels", [{"one": 90, "other": 89}, {"one": 90, "package": 100}])
+def test_a_kernel_of_another_architecture_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: dict[str, int]
+) -> None:
+    with pytest.raises(MismatchError, match=r"kernel.cubin is compiled for sm_(89|100), and this GPU requires sm_90"):
+        check(built(tmp_path, **kernels), tmp_path, monkeypatch)
+
+
+def test_an_unreadable_package_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = built(tmp_path, package=90)
+    (tmp_path / "aot" / "key" / "package.pt2").write_bytes(b"no archive")
+    with pytest.raises(IntegrityError, match=r"package.pt2 cannot be read"):
+        check(manifest, tmp_path, monkeypatch)
+
+
+def test_each_property_on_which_kernels_depend_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = built(tmp_path, one=90)
+    others: dict[str, Any] = {"name": "NVIDIA H100 NVL", "capability": (8, 9)}
+    names = {item.name for item in dataclasses.fields(GPUDescription)}
+    free = {"memory_bytes", "clock_mhz", "memory_clock_mhz", "memory_bus_bits", "cuda", "driver"}
+    assert names - free == set(first_start.COMPILED_FIELDS)
+    for name in first_start.COMPILED_FIELDS:
+        here = dataclasses.replace(H200, **{name: others.get(name, 7)})
+        with pytest.raises(MismatchError, match=f"whose {name} is .*, and that of {here.name} is"):
+            check(manifest, tmp_path, monkeypatch, here)
+    check(manifest, tmp_path, monkeypatch, dataclasses.replace(H200, memory_bytes=1 << 37, driver="580.1"))
+
+
+@pytest.fixture
+def folder_for_h200(tmp_path: Path, filled_packages: Path) -> Path:
+    """A cache folder whose only plan is one of the embedded model for an H200."""
+    folder = Path(shutil.copytree(filled_packages, tmp_path / "cache"))
+    [path] = folder.glob("manifests/*.json")
+    manifest = read_manifest(path)
+    assert manifest is not None
+    key = "0123456789abcdef"
+    records = tuple(blind_record(item.bucket, item.variant, 1.0, 1) for item in manifest.buckets)
+    blind = BlindBuild(H200, ("kernel a: the first of 2 configs",))
+    files = tuple(file for file in manifest.files if not file.path.startswith(("aot/start-", "references/")))
+    plan = {**manifest.plan, "key": key}
+    manifest = dataclasses.replace(manifest, plan=plan, buckets=records, files=files, blind=blind)
+    path.unlink()
+    write_manifest(folder / "manifests" / f"{key}.json", manifest)
+    return folder
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the start is on a GPU then")
+def test_a_start_on_a_cpu_does_not_use_the_plan_and_names_its_gpu(folder_for_h200: Path, run_cli: RunCLI) -> None:
+    warm = ("warm", TINY, *PACKAGE_FLAGS, "--cache-dir", str(folder_for_h200))
+    refused = run_cli(*warm, "--no-compile")
+    assert refused.returncode == 3, refused.stderr
+    message = f"the programs of {TINY} in {folder_for_h200} were built for NVIDIA H200; this start is on cpu"
+    assert f"error: {message}" in refused.stderr and "--target-gpu" in refused.stderr
+
+
+def test_a_start_that_may_compile_warns(folder_for_h200: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = SimpleNamespace(cache_dir=str(folder_for_h200), model=TINY, device="cpu", decisions=())
+    first_start.report_other_targets(plan, may_compile=True)  # type: ignore[arg-type]
+    assert "were built for NVIDIA H200; this start is on cpu, so they are not used" in caplog.text
+    caplog.clear()
+    plan.model = "another/model"
+    first_start.report_other_targets(plan, may_compile=False)  # type: ignore[arg-type]
+    assert caplog.text == ""
+
+
+def test_such_a_plan_is_listed_verified_and_packed_without_a_start(
+    folder_for_h200: Path, tmp_path: Path, run_cli: RunCLI
+) -> None:
+    listed = json.loads(run_cli("cache", "ls", str(folder_for_h200), "--json").stdout)
+    assert [plan["has_run"] for plan in listed["plans"]] == [False]
+    assert "built without its GPU" in " ".join(run_cli("cache", "ls", str(folder_for_h200)).stdout.split())
+    bundle = tmp_path / "h200.tcb"
+    refused = run_cli("cache", "pack", str(folder_for_h200), "-o", str(bundle), "--target-gpu", "h200")
+    assert refused.returncode == 2 and "recipe flags do not apply" in refused.stderr
+    packed = run_cli("cache", "pack", str(folder_for_h200), "-o", str(bundle))
+    assert packed.returncode == 0, packed.stderr
+    verified = run_cli("cache", "verify", str(bundle), "--allow-unsigned")
+    assert "built for NVIDIA H200 without that GPU (1 choices not timed), not run" in verified.stdout
+
+
+def test_the_header_of_a_bundle_says_that_no_device_has_run_it() -> None:
+    from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes
+
+    records = (blind_record("decode:1", "default", 1.0, 1),)
+    blind = dataclasses.replace(MANIFEST, buckets=records, blind=BlindBuild(H200, ()))
+    for manifest, is_blind in ((MANIFEST, False), (blind, True)):
+        header = Header(manifest, Payload(1, "a" * 64))
+        assert ("built_without_device" in json.loads(header_bytes(header))) is is_blind
+
+
+def test_a_file_that_is_no_kernel_is_not_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = built(tmp_path, one=90)
+    extra = FileRecord("triton/one/kernel.ptx", 1, "a" * 64)
+    check(dataclasses.replace(manifest, files=(*manifest.files, extra)), tmp_path, monkeypatch)
