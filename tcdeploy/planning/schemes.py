@@ -48,8 +48,8 @@ class FP8Inputs(NamedTuple):
 class LinearOrder(NamedTuple):
     """The order in which linear layers store the first tensor of a weight, if it is not that of the scheme.
 
-    scheme: the name of the scheme with this order; its other tensors are equal. takes: (columns, columns that share a
-    scale) -> whether weights of this shape can be stored so. reorder: the first tensor -> the same codes in this order.
+    scheme: the name of the scheme with this order; its other tensors are the same. takes: (columns, columns that share
+    a scale) -> whether such weights have this order. reorder: the first tensor -> the same codes in this order.
     """
 
     scheme: str
@@ -87,13 +87,13 @@ SCHEMES: dict[str, Scheme] = {}  # by name
 
 
 def linear_scheme(name: str, columns: int, group_size: int) -> str:
-    """The scheme in which linear layers store weights of a scheme, with `group_size` columns that share a scale."""
+    """The scheme in which linear layers store weights of scheme `name` whose scales are for `group_size` columns."""
     order = SCHEMES[name].linear_order
     return order.scheme if order is not None and order.takes(columns, group_size) else name
 
 
 def checkpoint_scheme(name: str) -> str:
-    """The inverse of `linear_scheme`: the scheme in whose order checkpoints store these weights."""
+    """The inverse of `linear_scheme`: the name of the scheme in which checkpoints store these weights."""
     orders = {item.linear_order.scheme: item.name for item in SCHEMES.values() if item.linear_order is not None}
     return orders.get(name, name)
 

@@ -18,8 +18,9 @@ may lead to the next FP8 value, 1/16 farther. In 16 bits this happens in every r
 float32 it happens to single values of few prompts, so there one of them may pass too (FP8_KV_ROUNDING). Without a
 higher-precision reference, the bucket is compared with eager logits within fixed tolerances.
 
-If transformers' own computation is wrong for a config, the eager distance is no yardstick. In float32 it then exceeds
-every rounding error, so there the limit is also a share of the largest logit (MAX_FLOAT32_DIFFERENCE).
+If transformers' eager computation is itself wrong for a config, a program that is as wrong would pass. In float32 such
+a distance is far larger than any rounding error, so there the largest logit difference also has a fixed limit
+(MAX_FLOAT32_DIFFERENCE).
 """
 
 from __future__ import annotations

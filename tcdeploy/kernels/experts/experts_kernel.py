@@ -1,4 +1,4 @@
-"""The Triton kernels of experts, which matmul.py and grouping.py launch and describe.
+"""The Triton kernels that group pairs by expert, and the GEMM, which grouping.py and matmul.py launch and describe.
 
 kernels/linear/scheme_codes.py converts bytes to values and reads scales. FORMAT is one of its formats, or "dense":
 elements in the dtype of the inputs.
@@ -84,6 +84,7 @@ def _group_many_pairs_kernel(
         position += tl.sum(is_equal, 0)
 
 
+# Arguments that depend on the number of tokens are not specialised: otherwise a batch of 16 would recompile the kernel.
 @ignore_comments
 @triton.jit(do_not_specialize=["pairs", "blocks", "slots"])
 def _expert_gemm_kernel(

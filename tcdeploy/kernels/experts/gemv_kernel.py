@@ -1,4 +1,4 @@
-"""The Triton kernels of the few pairs of dense experts, which matmul.py launches and describes."""
+"""The Triton GEMVs of dense experts, for few pairs; matmul.py launches and describes them."""
 
 # ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
 from __future__ import annotations
@@ -130,6 +130,3 @@ def _dense_expert_gemv_sum_kernel(
     if addend is not None:
         total += addends
     tl.store(out + token * n + column, total.to(out.dtype.element_ty))
-
-
-# Arguments that depend on the number of tokens are not specialised: otherwise a batch of 16 would recompile the kernel.

@@ -56,9 +56,9 @@ def _multiply_groups(inputs: Tensor, sizes: Sequence[int], weights: Tensor, bias
 
 
 def multiply_padded(inputs: Tensor, sizes: Sequence[int], weights: Tensor, biases: Tensor | None) -> Tensor:
-    """`_multiply_groups` as one product of all groups, padded to the largest: a tenth of the launches.
+    """`_multiply_groups` by one batched product, with all groups padded to the largest: a tenth of the launches.
 
-    On a CPU it takes twice as long as a product for each group.
+    On a CPU this takes twice as long as one product per group.
     """
     lengths = torch.tensor(sizes, device=inputs.device)
     group = torch.arange(len(sizes), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
@@ -82,7 +82,7 @@ def expert_shape(tensors: Sequence[Tensor], scheme: str) -> tuple[int, int]:
 def _dense_weights(
     tensors: Sequence[Tensor], experts: Sequence[int], scheme: str, dtype: torch.dtype
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """A few experts at a time, with their dense weights [experts, n, k]."""
+    """Yields a few experts at a time: their indices, and their dense weights [experts, n, k]."""
     n, k = expert_shape(tensors, scheme)
     row_block = SCHEMES[scheme].row_block if scheme else 1
     can_join_rows = row_block > 0 and n % row_block == 0

@@ -1,11 +1,12 @@
-"""The Triton kernels of the few pairs of quantised experts, which matmul.py launches and describes.
+"""The Triton GEMVs of quantised experts, for few pairs; matmul.py launches and describes them.
 
-A thread has the same 16 bytes of all rows of a tile, so that it converts the inputs of these columns once.
+A thread has the same 16 bytes of all rows of a tile, so it converts the inputs of these columns only once.
 
-Latency limits products of one token, so all loads of a step are issued before its arithmetic. The compiler would move
-those of scales and inputs behind the arithmetic of the first rows, to save registers, and a step would wait for memory
-two or three times. A barrier stops loads, but not arithmetic, from moving past it. So each conversion of codes also
-takes `blank`, which is 0, but is made of a value that is loaded after the barrier.
+Latency limits products of one token, so the kernels of 4-bit codes and of the weighted sum issue all loads of a step
+before its arithmetic. To save registers, the compiler would move the loads of scales and inputs behind the arithmetic
+of the first rows, and a step would wait for memory two or three times. A barrier stops loads from moving past it, but
+not arithmetic. So each conversion of codes also takes `blank`, which is always 0, but is computed from a value that is
+loaded after the barrier. `_expert_gemv_kernel` has no barrier: FP8 was slower with one (docs/performance-log.md).
 """
 
 # ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
@@ -48,9 +49,10 @@ def _int4_ptx() -> str:
 def _e2m1_ptx() -> str:
     """The same for e2m1, where c is 16 plus twice the value.
 
-    A permutation whose selectors are four codes looks up twice their magnitudes. It replicates the top bit of a byte,
-    which is 0, if its selector is 8 or more. So of the permutation by the codes and the one by the negated codes, one
-    is 0. As constants, the table and `top` would be copied from uniform registers again and again.
+    `prmt`, with four codes as selectors, looks up twice their magnitudes in a table of bytes. For a selector of 8 or
+    more, which is a negative code, it returns the top bit of the byte in all bits: 0. So of two look-ups, by a code and
+    by the code with its sign inverted, one is 0, and the difference of both has the sign. The table and `top` are made
+    from `blank`: as constants, they would be copied from uniform registers again and again.
     """
     lines = [
         ".reg .b32 table, negated, first, last, other, upper, top;",

@@ -3,11 +3,12 @@
 The heuristics follow from the times of scripts/bench-experts and bench-moe-block on an H200: 1, 2 and 32 tokens, and
 the experts of Qwen3 30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: dense experts then use
 torch's grouped GEMM, and the tiles of quantised ones follow from the registers and shared memory of the compiled
-kernels. The tiles of the summed product were timed with 8 slots, and with 4 slots in mxfp4; not in int4.
+kernels. The tiles of the summed product were timed with 8 slots, and in mxfp4 with 4 slots too, but not in int4.
 
-Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper, the GEMV has 8 to 9
-(int4) or 10 to 11 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows 6 to 13. With FP8
-weights both have 3 to 7. An H100 issues about 11 instructions in the time that it takes to read a byte.
+Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the loop
+of the GEMV has 6 to 9 (int4) or 8 to 10 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows
+6 to 13. With FP8 weights both have about 4. An H100 issues about 11 instructions in the time that it takes to read a
+byte.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ExpertSumTile(NamedTuple):
 
 
 class SchemeSumTile(NamedTuple):
-    """The same for quantised weights: rows of the weight of each slot, and bytes of each row per loop step."""
+    """The same for quantised weights: rows of each slot's weight, and bytes of each row per loop step."""
 
     name: str
     block_n: int
@@ -128,8 +129,8 @@ def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool
     """A program has 2 to 8 KB of the weight in flight, or up to 16 KB of a dense one.
 
     Short quantised rows are read in one step, so that no load waits for a sum. Short dense rows and long rows of 4-bit
-    weights are read by single warps, whose sums need no shared memory. gpt-oss has rows of 1,440 bytes: in a step of
-    2,048, a third of the threads would compute zeros.
+    weights are read by single warps, whose sums need no shared memory. gpt-oss in mxfp4 has rows of 1,440 bytes: in a
+    step of 2,048, 30% of the threads would multiply zeros.
     """
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
@@ -147,12 +148,12 @@ def fit_sum_block_n(tile: ExpertSumTile, slots: int) -> int:
 
 
 def scheme_sum_tile(row_bytes: int, slots: int) -> SchemeSumTile:
-    """With more slots, tiles of 8 rows would leave room for one program on an SM."""
+    """8 rows of the weight if they are long and slots are few. With more slots, only one such program fits an SM."""
     return SCHEME_SUM_TILES[row_bytes > MAX_SHORT_ROW_BYTES and slots <= 4]
 
 
 def sum_warps(slots: int, block_bytes: int) -> int:
-    """So many that a thread has 16 bytes of each row per step."""
+    """Warps of a program: a thread has 16 bytes of each row per step, or more with the limit of 16 warps."""
     return max(1, min(slots * block_bytes // 512, 16))
 
 

@@ -6,9 +6,9 @@
     columns            int32 [k], only in schemes with `_permuted`: column j of the stored matrix is column columns[j]
                        of the weight, so y = x[:, columns] @ stored.T
 
-Schemes with `_interleaved` store the codes of each 32 columns of `weight` in an order from which the kernel for several
-rows (register_gemm.py) makes the operand of the tensor cores in registers. Linear layers without zero points, in groups
-of a multiple of 128 columns, store their weights so. Checkpoints and experts never do.
+Schemes with `_interleaved` store the codes of each 32 columns of `weight` in another order, from which the kernel for
+several rows (register_gemm.py) makes the operand of the tensor cores in registers. Linear layers use it for weights
+without zero points whose groups have a multiple of 128 columns. Checkpoints and experts never use it.
 
 The dtype of the scales is part of the scheme's name, because the conversion of a checkpoint must not round them.
 Zero points are not packed: they are 1 / g of the weight's elements, and some checkpoints have the value 16, one more
@@ -39,7 +39,7 @@ from tcdeploy.planning.schemes import SCHEMES, LinearOrder, Scheme, SchemeTensor
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 SYMMETRIC_ZERO = 8  # the zero point of schemes without zero points
 LARGEST_ZERO = 16
-INTERLEAVED_GROUP = 128  # columns: a step of register_gemm.py, which has one scale
+INTERLEAVED_GROUP = 128  # columns of a step of register_gemm.py, whose codes share a scale in each row
 
 
 class _Kind(NamedTuple):
@@ -53,10 +53,10 @@ class _Kind(NamedTuple):
 def interleave(weight: Tensor) -> Tensor:
     """uint8 [n, k / 2], with the codes of each 32 columns in the order of the tensor cores.
 
-    These are four 32-bit words. For i and t from 0 to 3, word t has the code of column 8 i + 2 t from bit 4 i on, and
-    that of column 8 i + 2 t + 1 from bit 4 i + 16 on.
+    The codes of 32 columns are four 32-bit words. For i and t from 0 to 3, word t has the code of column 8 i + 2 t at
+    bits 4 i to 4 i + 3, and that of column 8 i + 2 t + 1 at bits 4 i + 16 to 4 i + 19.
     """
-    words = weight.contiguous().view(torch.int32).view(-1, 4).T.contiguous()  # i, 32 columns: a byte for each t
+    words = weight.contiguous().view(torch.int32).view(-1, 4).T.contiguous()  # [i, n * k / 32], a byte for each t
     parities = (words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F)  # of even and of odd columns
     pairs = [codes[i] | codes[i + 1] << 4 for codes in parities for i in (0, 2)]
     return torch.stack([pair.view(torch.uint8) for pair in pairs], -1).view(weight.shape)
@@ -64,7 +64,7 @@ def interleave(weight: Tensor) -> Tensor:
 
 def _deinterleave(weight: Tensor) -> Tensor:
     """The inverse of `interleave`."""
-    even, odd = weight.unflatten(1, (-1, 4, 2, 2)).unbind(3)  # n, 32 columns, t, i // 2: of even and odd columns
+    even, odd = weight.unflatten(1, (-1, 4, 2, 2)).unbind(3)  # [n, k / 32, t, i // 2]: of even and of odd columns
     codes = torch.stack([even & 15 | odd << 4, even >> 4 | odd & 240], -1)  # ..., i % 2
     return codes.permute(0, 1, 3, 4, 2).flatten(1)
 

@@ -6,12 +6,13 @@ row, and converts them in the registers from which the tensor cores read them. C
 the converted values have the column order of x (int4_scheme.py), so the tensor cores read x where its asynchronous copy
 has written it.
 
-Each step is in one group. Up to 64 rows, or 32 with wide weights, its sums are multiplied by the group's scale, so
-values are exact. More rows have too many sums: scales multiply the values instead, which are rounded to x's dtype. The
-tensor cores then add all steps to the same sums, and the values of the next instruction are made while the current one
-runs.
+The columns of a step are in one group. With up to 64 rows of x, or 32 if the weight is wide (WIDE_N), the sums of a
+step are multiplied by the group's scale, so values are exact. More rows have too many sums: scales multiply the values
+instead, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, and the values of the
+next instruction are made while the current one runs.
 
-The columns of a weight with few rows are split among programs, whose sums a second kernel adds in a fixed order.
+The columns of narrow weights, and of wide ones with up to 16 rows of x, are split among programs, whose sums a second
+kernel adds in a fixed order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_STAGES, MIN_SHARED_BYTES = 4, 128 << 10
 
 @functools.cache
 def max_stages(device: torch.device) -> int:
-    """Of the software pipeline. With 128 rows of x, three take 112 KiB of shared memory; programs on Ada get 99."""
+    """Stages of the software pipeline, at most. With 128 rows of x, 3 take 112 KiB of shared memory, but Ada has 99."""
     if device.type != "cuda":
         return MAX_STAGES
     properties: Any = torch.cuda.get_device_properties(device)

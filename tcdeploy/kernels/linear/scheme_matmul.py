@@ -6,8 +6,8 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 2 to 128 rows of interleaved int4 (register_gemm.py): the weight is the first operand of larger tensor-core
-  instructions.
+- 2 to 128 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take (register_gemm.py):
+  the weight is the first operand of larger tensor-core instructions.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -81,8 +81,8 @@ def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tens
 def is_norm_fusable(scheme: str, tensors: Sequence[Tensor]) -> bool:
     """Whether a product of one row should normalise its input. Works on fake tensors.
 
-    Each program normalises the row. With many programs and 4-bit weights, where instructions limit the speed, that
-    takes longer than a kernel of the norm.
+    Each program of the fused GEMV normalises the row. With many programs, this takes longer than a kernel of the norm
+    before the product. That was measured for interleaved int4 weights (docs/performance-log.md).
     """
     return scheme not in INTERLEAVED_NAMES or len(tensors[0]) < WIDE_N
 

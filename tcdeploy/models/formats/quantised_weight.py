@@ -118,7 +118,7 @@ def weight_in_scheme(
 
 
 def in_linear_order(weight: QuantisedWeight) -> QuantisedWeight:
-    """A weight that has a scheme, as linear layers store it."""
+    """A weight in a scheme, with its first tensor in the order in which linear layers store it (`linear_scheme`)."""
     (_, columns), (codes, *others) = weight.shape, weight.tensors
     groups = others[0].shape[1] if others and len(others[0].shape) == 2 else 1
     scheme = linear_scheme(weight.scheme, columns, columns // groups)

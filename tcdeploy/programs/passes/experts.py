@@ -83,7 +83,7 @@ def _is_fusable(product: Node) -> bool:
 def fuse_expert_sum(graph: Graph) -> None:
     """Replace (product * factors).view(tokens, top_k, n).sum(1), where the product is an `expert_linear`.
 
-    `fuse_residual_add` adds the residual.
+    A later pass, `fuse_residual_add`, makes the residual an argument of the new op.
     """
     for node in graph.find_nodes(op="call_function", target=SUM):
         match = _match_weighted(node)

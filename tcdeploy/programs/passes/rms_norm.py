@@ -63,7 +63,7 @@ def fuse_rms_norm(graph: Graph) -> None:
 
 
 def _takes_norm(node: Node) -> bool:
-    """Whether the kernel of a product can normalise its input, and is not slower than the norm and the product."""
+    """Whether the kernel of a product can normalise its input, and is not slower than norm and product apart."""
     if node.target is EXPERT_LINEAR:
         return node.args[4] == ""
     if node.target is SCHEME_LINEAR:
