@@ -89,7 +89,7 @@ def hash_used_files(
 
     A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then,
     but not its reference: this start lists its own, if it has one. Timings of max-autotune's choices and the measured
-    configurations of kernels are always included, because only a start that compiles reads them. (`--winners` does.)
+    configurations of kernels are always included, because only a start that compiles or `--winners` reads them.
     """
     folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []

@@ -57,8 +57,8 @@ CompileBucket: TypeAlias = Callable[[Bucket], None]
 def build_plan(recipe: Recipe, target: GPUDescription, winners: Path | None, choices: Iterable[str]) -> tuple[str, str]:
     """Build the plan of a recipe for `target`, and write its manifest. Returns its key and its cache folder.
 
-    `winners`: a folder with autotuner results of Inductor, used instead of its defaults. `choices`: what was chosen
-    without timing it, after the build. Raises TcdeployError.
+    `winners`: a folder with autotuner results of Inductor, used instead of its defaults. `choices`: read after the
+    build, what was chosen without timing it. Raises TcdeployError.
     """
     planned = _decide(recipe, target)
     builder = _Builder(planned, winners)

@@ -39,5 +39,5 @@ class BlindForward(AotForward):
 
 
 def _size(dim: Any) -> int:
-    """Of a dimension: that of the step that was exported, if it is symbolic."""
+    """The size of a dimension. If it is symbolic, the size in the exported step."""
     return int(getattr(getattr(dim, "node", None), "hint", dim))

@@ -34,8 +34,9 @@ class _FakeCudaMode(FakeTensorMode):
 
 
 class FakeCuda:
-    """`tensors()`: in the block, new CUDA tensors have no data. All blocks share a mode, because tensors of two do not
-    mix.
+    """Blocks in which new CUDA tensors have no data: `tensors()`.
+
+    All blocks share one FakeTensorMode, because an op does not accept fake tensors of two modes.
     """
 
     def __init__(self, namespace: str, implementations: Mapping[str, Callable[..., Any]]) -> None:

@@ -25,7 +25,7 @@ from tcdeploy.torch_compat.blind.fake_cuda import FakeCuda
 
 @dataclass
 class CapturedShapes:
-    """Of the bucket that is being compiled. `sizes`: in tokens, of a dynamic bucket. `size`: the bucket's own.
+    """The shapes of the bucket that is being compiled, in tokens. `size`: its own. `sizes`: those of a dynamic bucket.
 
     `rows`: numbers of decode rows. Ops read them from the element `rows_index` of their only CPU tensor.
     """
