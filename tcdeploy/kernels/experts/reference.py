@@ -1,7 +1,7 @@
 """The product of experts in plain torch: the CPU path, the parity check's path, and the reference of the tests.
 
 Weights are dequantised to the dtype of the inputs and multiplied, a few experts at a time. All experts of a layer at
-once would take too much memory, and one at a time would launch about 20 short kernels for each.
+once would take too much memory, and one at a time would launch many short kernels.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _multiply_groups(inputs: Tensor, sizes: Sequence[int], weights: Tensor, bias
 
 
 def multiply_padded(inputs: Tensor, sizes: Sequence[int], weights: Tensor, biases: Tensor | None) -> Tensor:
-    """`_multiply_groups` by one batched product, with all groups padded to the largest: a tenth of the launches.
+    """`_multiply_groups` by one batched product, with all groups padded to the largest: fewer launches.
 
-    On a CPU this takes twice as long as one product per group.
+    On a CPU this is slower than one product per group.
     """
     lengths = torch.tensor(sizes, device=inputs.device)
     group = torch.arange(len(sizes), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
