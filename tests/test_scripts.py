@@ -143,6 +143,44 @@ def test_a_made_shape_can_have_fewer_layers(tmp_path: Path, monkeypatch: pytest.
     assert {name: made[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize("layers", ["0", "-1", "5"])
+def test_a_made_shape_has_no_more_layers_than_the_model(
+    layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 300, "num_hidden_layers": 4}')
+    monkeypatch.setattr(sys, "argv", ["make-shape", str(tmp_path), str(tmp_path / "shape"), "--layers", layers])
+    with pytest.raises(SystemExit):
+        load_script("make-shape").main()
+    assert f"--layers {layers}: the model has 4" in capsys.readouterr().err and not (tmp_path / "shape").exists()
+
+
+def test_bench_models_prints_its_last_run_and_replaces_model_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands run in another folder than the caller's, so they get absolute paths."""
+    script, commands = load_script("bench-models"), list[list[str]]()
+
+    def run(command: list[str], log: Path) -> int:
+        commands.append(command)
+        with log.open("a") as file:
+            file.write("  a line\n")
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache/qwen3.5-9b-files").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/qwen3.5-9b-starts.json").write_text('{"rows": []}')
+    (tmp_path / "out/qwen3.5-9b-measure.txt").write_text("  an earlier line\n")
+    parts = ["--only", "measure", "starts", "--out", "out", "--cache-dir", "cache"]
+    monkeypatch.setattr(sys, "argv", ["bench-models", "qwen3.5-9b", *parts])
+    monkeypatch.setattr(script, "run", run)
+    assert script.main() == 0
+    assert "  a line" in (printed := capsys.readouterr().out) and "earlier" not in printed
+    assert not (tmp_path / "cache/qwen3.5-9b-files").exists()
+    words = [word for command in commands for word in command]
+    assert str(tmp_path / "out") in words and not any(word.startswith(("out", "cache/")) for word in words)
+
+
 def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:
     script = load_script("build-flash-attn")
     for direction in ("fwd", "fwd_split", "bwd"):

@@ -134,10 +134,33 @@ def test_random_experts_have_the_tensors_of_loaded_ones(name: str, tmp_path: Pat
     assert of_worker and of_worker.items() <= loaded.items()
 
 
+ONE_GROUP = compressed.compressed(
+    compressed.config("pack-quantized", compressed.group(compressed.arguments(4, "int", "channel", group_size=-1)))
+)
+RANDOM_LAYERS: dict[str, Format] = {
+    "awq one group": int_packed.awq(group_size=-1),
+    "gptq one group, act order": int_packed.gptq(group_size=-1, desc_act=True),
+    "auto-round awq": int_packed.auto_round("auto_round:auto_awq"),
+    "compressed-tensors one group": ONE_GROUP,
+}
+
+
+@pytest.mark.parametrize("name", RANDOM_LAYERS)
+def test_random_layers_have_the_tensors_of_loaded_ones(name: str, source: Path, tmp_path: Path) -> None:
+    write_checkpoint(RANDOM_LAYERS[name], source, tmp_path / "model")
+    plans = (plan(tmp_path / "model"), plan(tmp_path / "model", load_format="dummy"))
+    loaded, random = (parameter_kinds(item) for item in plans)
+    assert loaded == random and any(name.endswith("weight_scale") for name in loaded)
+
+
+def parameter_kinds(planned: PlannedModel) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    packed_linears = planned.architecture.packed_linears
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, packed_linears, planned.traced_model)
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in model.named_parameters()}
+
+
 def expert_tensors(planned: PlannedModel) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
-    tensors = dict(model.named_parameters())
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
+    return {name: kind for name, kind in parameter_kinds(planned).items() if ".experts." in name}
 
 
 def swap_first(source: Source) -> Source:

@@ -159,11 +159,16 @@ def _find_awq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | N
 
 
 def _find_auto_round(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
-    packing = str(settings.get("packing_format") or settings.get("backend") or "")
+    packing = _packing_format(settings)
     if "awq" in packing:
         return _find_awq(settings, layer)
     zero_offset = 0 if packing in ("auto_round", "auto_round:gptqmodel") else 1
     return {"weight": packed_weights.find_gptq_weight(layer, zero_offset)}
+
+
+def _packing_format(settings: Settings) -> str:
+    """Of AutoRound."""
+    return str(settings.get("packing_format") or settings.get("backend") or "")
 
 
 def _find_bitsandbytes(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
@@ -208,7 +213,7 @@ def _compressed_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 def _scheme_of_arguments(arguments: Mapping[str, Any]) -> LayerScheme | None:
     """The scheme of weights of compressed-tensors."""
-    group_size = int(arguments.get("group_size") or 0)
+    group_size = _group_size(arguments)
     match arguments.get("type"), arguments.get("num_bits"), arguments.get("strategy"):
         case "float", 8, "block":
             return (
@@ -240,7 +245,7 @@ def _model_optimizer_scheme(settings: Settings, path: str) -> LayerScheme | None
 def _gptq_scheme(settings: Settings, path: str) -> LayerScheme | None:
     if _is_head(path) and not settings.get("lm_head"):
         return None
-    group_size, bits = max(int(settings.get("group_size") or 0), 0), settings.get("bits")
+    group_size, bits = _group_size(settings), settings.get("bits")
     if bits == 4:
         return _int4("float16", group_size, not settings.get("sym", True), bool(settings.get("desc_act")))
     return LayerScheme("int8", group_size) if bits == 8 and settings.get("sym", True) else None
@@ -248,15 +253,15 @@ def _gptq_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 def _awq_scheme(settings: Settings, path: str) -> LayerScheme | None:
     is_dense = _is_head(path) or is_listed(path, _listed(settings, "modules_to_not_convert"))
-    return None if is_dense else _int4("float16", int(settings.get("group_size") or 0), True, False)
+    return None if is_dense else _int4("float16", _group_size(settings), True, False)
 
 
 def _auto_round_scheme(settings: Settings, path: str) -> LayerScheme | None:
     changes: Mapping[str, Settings] = settings.get("extra_config") or {}
-    for name, changed in changes.items():
-        if is_listed(path, (name,)):
-            return _gptq_scheme({**settings, **changed}, path)
-    return _gptq_scheme(settings, path)
+    changed = next((item for name, item in changes.items() if is_listed(path, (name,))), {})
+    # AWQ stores the zero points of symmetric weights too.
+    zeros = {"sym": False} if "awq" in _packing_format(settings) else {}
+    return _gptq_scheme({**settings, **changed, **zeros}, path)
 
 
 def _bitsandbytes_scheme(settings: Settings, path: str) -> LayerScheme | None:
@@ -314,7 +319,13 @@ def _model_optimizer_has_fp8_inputs(settings: Settings) -> bool:
 
 
 def _int4(dtype: str, group_size: int, has_zeros: bool, is_permuted: bool) -> LayerScheme:
-    return LayerScheme(int4_scheme_name(dtype, has_zeros, is_permuted), group_size)
+    """The columns of a single group are always in order."""
+    return LayerScheme(int4_scheme_name(dtype, has_zeros, is_permuted and group_size > 0), group_size)
+
+
+def _group_size(settings: Mapping[str, Any]) -> int:
+    """The columns that share a scale; 0 for a whole row, which most formats state as -1."""
+    return max(int(settings.get("group_size") or 0), 0)
 
 
 def _arguments(settings: Settings) -> Iterator[Mapping[str, Any]]:
