@@ -15,6 +15,7 @@ from torch.nn import functional
 from tcdeploy.planning.schemes import SCHEMES
 
 DEQUANTISED_ELEMENTS = 1 << 25  # at most at a time: 128 MiB in float32, and a few times as much for intermediate values
+MAX_PADDING = 4  # rows of padded groups over rows of inputs; with one frequent expert, padding would fill the memory
 
 
 def multiply_by_expert(
@@ -49,7 +50,7 @@ def multiply_by_expert(
 
 def _multiply_groups(inputs: Tensor, sizes: Sequence[int], weights: Tensor, biases: Tensor | None) -> Tensor:
     """Groups of consecutive rows of inputs [rows, k], each times its weight of [groups, n, k]: [rows, n]."""
-    if inputs.is_cuda:
+    if inputs.is_cuda and len(sizes) * max(sizes) <= MAX_PADDING * len(inputs):
         return multiply_padded(inputs, sizes, weights, biases)
     parts = zip(inputs.split(list(sizes)), weights, biases if biases is not None else [None] * len(sizes), strict=True)
     return torch.cat([functional.linear(part, weight, bias) for part, weight, bias in parts])
