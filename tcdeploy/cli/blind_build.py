@@ -41,7 +41,10 @@ def check_target_options(
 
 @contextlib.contextmanager
 def _winners_folder(winners: Path | None, trusted_keys: Path | None) -> Iterator[Path | None]:
-    """The autotuner results of a bundle in a temporary folder; a cache folder itself. Raises as `open_bundle`."""
+    """The autotuner results of a bundle in a temporary folder; a cache folder itself. Raises as `open_bundle`.
+
+    The bundle need not be signed: its results are numbers, and no code of it is used.
+    """
     if winners is None or winners.is_dir():
         yield winners
         return

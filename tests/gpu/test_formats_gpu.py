@@ -80,4 +80,4 @@ def test_kernels_agree_with_dequantised_weights(name: str, tmp_path: Path) -> No
     with measure_compiles() as serving, fail_on_recompile():
         answers = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=24))
     assert serving.counts.compiles == 0
-    assert len({token for answer in answers for token in answer}) > 3 or family == REPEATING
+    assert len(set(answers[0])) > 3 or family == REPEATING

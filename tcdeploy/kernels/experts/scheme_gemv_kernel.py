@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 
 from tcdeploy.kernels.experts.gemv_kernel import _apply_swiglu, _columns
-from tcdeploy.kernels.linear.scheme_codes import HAS_PTX, _byte_values, _code_floats, _default_zero, _unit
+from tcdeploy.kernels.linear.scheme_codes import (
+    HAS_PTX,
+    _byte_values,
+    _code_floats,
+    _default_zero,
+    _float_scales,
+    _unit,
+)
 from tcdeploy.kernels.linear.scheme_kernel import _multiply_tile
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
@@ -101,19 +108,6 @@ def _load_chunks(pointers, mask, COLUMNS: tl.constexpr):
     else:
         eights = tl.permute(tl.join(first, second), (0, 2, 1))
     return tl.reshape(eights, (pointers.shape[0], COLUMNS))
-
-
-@ignore_comments
-@triton.jit
-def _float_scales(scales, FORMAT: tl.constexpr):
-    """Loaded scales of groups in float32, as `_load_scales` of scheme_codes.py returns them."""
-    if FORMAT == "e2m1" and scales.dtype == tl.uint8:
-        bits = scales.to(tl.int32)
-        is_special = (bits == 0) | (bits == 255)
-        values = ((bits << 23) | (is_special.to(tl.int32) << 22)).to(tl.float32, bitcast=True)
-    else:
-        values = scales.to(tl.float32)
-    return values
 
 
 @ignore_comments

@@ -263,9 +263,8 @@ def _byte_values(codes, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
-def _load_scales(pointers, mask, FORMAT: tl.constexpr):
-    """Scales of groups in float32. Those of uint8 are exponents of 2 plus 127; 0 is 2**-127, and 255 is NaN."""
-    scales = tl.load(pointers, mask=mask)
+def _float_scales(scales, FORMAT: tl.constexpr):
+    """Stored scales of groups in float32. Those of uint8 are exponents of 2 plus 127; 0 is 2**-127, and 255 is NaN."""
     if FORMAT == "e2m1" and scales.dtype == tl.uint8:
         bits = scales.to(tl.int32)
         is_special = (bits == 0) | (bits == 255)
@@ -273,6 +272,13 @@ def _load_scales(pointers, mask, FORMAT: tl.constexpr):
     else:
         values = scales.to(tl.float32)
     return values
+
+
+@ignore_comments
+@triton.jit
+def _load_scales(pointers, mask, FORMAT: tl.constexpr):
+    """Scales of groups in float32."""
+    return _float_scales(tl.load(pointers, mask=mask), FORMAT)
 
 
 @ignore_comments
