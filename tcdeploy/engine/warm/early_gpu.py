@@ -92,19 +92,24 @@ def compiling_kernels_of(
 def precompile_kernels(
     runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool = True
 ) -> None:
-    """Launch the kernels of the buckets' checks, of the CUDA graphs captured before the first request, and of sampling.
-
-    An exception is logged, not raised: if its cause persists, a later step of the start raises it.
-    """
+    """As `launch_kernels`. An exception is logged, not raised: if its cause persists, a later step raises it."""
     try:
-        with runner.uncounted_steps():
-            for bucket in buckets:
-                _launch_kernels_of(runner, bucket, prompts)
-            if samples:
-                runner.launch_sampling_kernels()
+        launch_kernels(runner, buckets, prompts, samples)
     except Exception as error:  # of torch, Triton or CUDA, which share no base class
         log.info("not all kernels are compiled in advance: %s", error)
     runner.row_assignment.clear()
+
+
+def launch_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool) -> None:
+    """Launch the kernels of the buckets' checks, of the CUDA graphs captured before the first request, and of sampling.
+
+    Leaves sequences in the decode rows.
+    """
+    with runner.uncounted_steps():
+        for bucket in buckets:
+            _launch_kernels_of(runner, bucket, prompts)
+        if samples:
+            runner.launch_sampling_kernels()
 
 
 def _launch_kernels_of(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> None:
