@@ -16,6 +16,7 @@ _import_stage = ImportStage()
 import dataclasses
 import gc
 import logging
+import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -57,6 +58,7 @@ from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
+from tcdeploy.programs.passes.post_grad import op_source_digests
 from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
@@ -123,6 +125,7 @@ class ModelCode:
         plan, traced = self.planned.plan, self.planned.traced_model
         require_caches(plan)
         start_hashing()
+        threading.Thread(target=op_source_digests, daemon=True).start()  # for `origin`, while this thread waits
         self._staging = activate_plan(self.planned, plan.key)
         self._gpu_setup.close()
         if traced is not None:
