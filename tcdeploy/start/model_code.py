@@ -62,7 +62,7 @@ from tcdeploy.programs.passes.post_grad import op_source_digests
 from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
-from tcdeploy.start.blind.first_start import check_first_start, report_other_targets
+from tcdeploy.start.blind.first_start import check_first_start, loading_reference_products, report_other_targets
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
@@ -144,6 +144,7 @@ class ModelCode:
             _refuse_cold_start(planned.plan, staging)
         elif not earlier.has_run:
             check_first_start(earlier, planned.environment, staging)
+            self._gpu_setup.enter_context(loading_reference_products(planned, self.prompts))
         compiles_here = self._is_cold and not request.eager
         if compiles_here:
             import_compiler()  # otherwise its seconds would be those of the first bucket
@@ -167,6 +168,7 @@ class ModelCode:
 
     def make_checker(self, tracker: FileAccessTracker) -> None:
         """Read the reference, or compute it."""
+        self._gpu_setup.close()
         planned, plan = self.planned, self.planned.plan
         with compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tcdeploy.cache.files.records import FileRecord, hash_files
 from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifest, write_manifest
@@ -177,3 +178,9 @@ def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     assert manifest is not None and manifest.has_run and manifest.step_costs is None
     assert deployed.engine.capture_next_graph()
     assert deployed.engine.clock is not None
+
+
+def test_products_have_the_shapes_of_the_model_with_packed_layers_as_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 70_000))
+    assert first_start.product_shapes(model, (("0", "1"), ("0", "gone"))) == {(20, 8), (8, 16)}
+    assert first_start.product_shapes(model, ()) == {(16, 8), (4, 8), (8, 16)}
