@@ -113,13 +113,13 @@ class _Builder:
         """And those that end each step. These steps run the model's own code, which may depend on values."""
         log.info("kernels of the parity check")
         prompts = CheckPrompts(self.plan, self.planned.architecture, self.planned.config, FIRST_SEED)
-        try:
-            with self._fake_cuda.tensors(runs_ops=True), self._tracker.track(), _experts_without_values():
+        with self._fake_cuda.tensors(runs_ops=True), self._tracker.track(), _experts_without_values():
+            try:
                 launch_kernels(self._runner, self.plan.buckets, prompts, samples=False)
-        except Exception as error:  # of torch, Triton or the model, which share no base class
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            choices[f"kernels of uncompiled steps: the first start on the GPU compiles them ({reason})"] = None
-        self._runner.row_assignment.clear()
+            except Exception as error:  # of torch, Triton or the model, which share no base class
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                choices[f"kernels of uncompiled steps: the first start on the GPU compiles them ({reason})"] = None
+            self._runner.row_assignment.clear()
 
     def _build_bucket(self, bucket: Bucket, compile_bucket: CompileBucket) -> BucketRecord:
         variant = untimed_variants(self.plan.variants(bucket))[0]
