@@ -1,9 +1,10 @@
 """Lower bounds ("floors") for the time of a step, from this machine's memory bandwidth and matmul rate.
 
-A decode step reads all weights and the KV cache of its context once, so its floor is those bytes over the copy
-bandwidth. A prefill also multiplies every weight with every token, so its floor is the larger of that arithmetic over
-the rate of a large matmul, and the time to read the weights. Both rates are measured in the same run, before weights
-are loaded, because machines of the same kind differ by several percent.
+A decode step reads all weights and the KV cache of its context once, and reads and writes the state slots of its
+sequences, so its floor is those bytes over the copy bandwidth. A prefill also multiplies every weight with every token,
+so its floor is the larger of that arithmetic over the rate of a large matmul, and the time to read the weights. Both
+rates are measured in the same run, before weights are loaded, because machines of the same kind differ by several
+percent.
 
 The floors leave out attention FLOPs, activations and the untied input embedding, and count the LM head as one token
 per prompt, so that they are never too high.
@@ -93,7 +94,7 @@ class WeightSizes(NamedTuple):
 
 
 class DecodeFloor(NamedTuple):
-    bytes_read: int
+    bytes_moved: int  # read and written
     floor_ms: float | None  # None: a mixture without a floor
 
 
@@ -139,11 +140,10 @@ def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> in
     )
 
 
-def decode_floor(
-    weights: WeightSizes, architecture: Architecture, kv_dtype: str, rates: Rates, batch: int, context: int
-) -> DecodeFloor:
-    bytes_read = weights.bytes_read(batch) + batch * kv_read_bytes(architecture, kv_dtype, context)
-    return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
+def decode_floor(weights: WeightSizes, sequence_bytes: int, rates: Rates, batch: int) -> DecodeFloor:
+    """`sequence_bytes`: of KV cache and state that the step reads and writes for each of `batch` sequences."""
+    num_bytes = weights.bytes_read(batch) + batch * sequence_bytes
+    return DecodeFloor(num_bytes, num_bytes / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
 
 
 def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes) -> float | None:
