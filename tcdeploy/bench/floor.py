@@ -36,6 +36,7 @@ WARMUP_SECONDS = 0.3  # until clocks have risen
 REPEATS = 9
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
+FP8_SPEED = 2  # FLOP/s of FP8 tensor cores over those of 16-bit ones
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 UNIFORM_ROUTING = (
@@ -146,11 +147,15 @@ def decode_floor(weights: WeightSizes, sequence_bytes: int, rates: Rates, batch:
     return DecodeFloor(num_bytes, num_bytes / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
 
 
-def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes) -> float | None:
-    """The floor of prefilling one prompt: the larger of arithmetic and reading the weights."""
+def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes, in_fp8: bool = False) -> float | None:
+    """The floor of prefilling one prompt: the larger of arithmetic and reading the weights.
+
+    `in_fp8`: FP8 tensor cores multiply, at FP8_SPEED times the measured rate.
+    """
     if not weights.has_floor:
         return None
-    arithmetic_seconds = 2 * weights.parameters_per_token * tokens / rates.matmul_flop_per_second
+    rate = rates.matmul_flop_per_second * (FP8_SPEED if in_fp8 else 1)
+    arithmetic_seconds = 2 * weights.parameters_per_token * tokens / rate
     return max(arithmetic_seconds, weights.bytes_read(tokens) / rates.copy_bytes_per_second) * 1e3
 
 

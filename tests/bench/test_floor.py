@@ -116,6 +116,8 @@ def test_the_floor_of_a_prefill_is_the_larger_of_reading_and_arithmetic() -> Non
     weights = WeightSizes(15_000_000_000, 7_000_000_000)
     assert prefill_floor_ms(1, RATES, weights) == pytest.approx(5.0)
     assert prefill_floor_ms(2048, RATES, weights) == pytest.approx(2 * 7e9 * 2048 / 8e14 * 1e3)
+    assert prefill_floor_ms(2048, RATES, weights, in_fp8=True) == pytest.approx(7e9 * 2048 / 8e14 * 1e3)
+    assert prefill_floor_ms(1, RATES, weights, in_fp8=True) == pytest.approx(5.0)
 
 
 def test_rates_of_this_machine_are_plausible() -> None:
