@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcdeploy.errors import UsageError
+from tcdeploy.cache.record.manifest import Manifest, read_manifests
+from tcdeploy.errors import MismatchError, UsageError
 from tcdeploy.host.temporary_files import temporary_folder
+from tcdeploy.planning.environment import GPU, parse_environment
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,9 +23,11 @@ def build_for(
     recipe: Recipe, target: str, winners: Path | None, trusted_keys: Path | None, progress: Progress
 ) -> BlindResult:
     """Build packages, or with `--programs jit` jit programs, of a recipe for a GPU. Raises TcdeployError."""
+    from tcdeploy.planning.gpu_description import read_gpu_description
     from tcdeploy.start.blind.process import build_blind
 
-    with _winners_folder(winners, trusted_keys) as folder:
+    gpu = read_gpu_description(target).gpu
+    with winners_folder(winners, trusted_keys, gpu) as folder:
         return build_blind(recipe, target, progress, folder)
 
 
@@ -40,12 +45,15 @@ def check_target_options(
 
 
 @contextlib.contextmanager
-def _winners_folder(winners: Path | None, trusted_keys: Path | None) -> Iterator[Path | None]:
-    """The autotuner results of a bundle in a temporary folder; a cache folder itself. Raises as `open_bundle`.
+def winners_folder(winners: Path | None, trusted_keys: Path | None, gpu: GPU) -> Iterator[Path | None]:
+    """The autotuner results of a bundle in a temporary folder; a cache folder itself.
 
-    The bundle need not be signed: its results are numbers, and no code of it is used.
+    The bundle need not be signed: its results are numbers, and no code of it is used. Raises as `open_bundle`, and
+    MismatchError if all plans are of other GPUs.
     """
     if winners is None or winners.is_dir():
+        if winners is not None:
+            _check_gpu(winners, read_manifests(winners).values(), gpu)
         yield winners
         return
     from tcdeploy.bundle.container import read_files
@@ -54,6 +62,7 @@ def _winners_folder(winners: Path | None, trusted_keys: Path | None) -> Iterator
     from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 
     opened = open_bundle(winners, trusted_keys or default_trusted_keys_folder(), allow_unsigned=True)
+    _check_gpu(winners, opened.header.manifests.values(), gpu)
     with temporary_folder("winners") as folder:
         for file, chunks in read_files(winners, opened.signed_header, opened.header.payload_files):
             content = b"".join(chunks)
@@ -62,3 +71,19 @@ def _winners_folder(winners: Path | None, trusted_keys: Path | None) -> Iterator
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
         yield folder
+
+
+def _check_gpu(winners: Path, manifests: Iterable[Manifest], target: GPU) -> None:
+    """Raise MismatchError if no plan is of the target.
+
+    The name of a result has the compute capability and the multiprocessors, but not the GPU: those of an H200 would be
+    taken as measured on an H100.
+    """
+    gpus = [gpu for manifest in manifests for gpu in parse_environment(manifest.environment).gpus[:1]]
+    if not any(replace(gpu, memory_bytes=target.memory_bytes) == target for gpu in gpus):
+        measured = ", ".join(sorted({f"{gpu.name} ({gpu.multiprocessors} multiprocessors)" for gpu in gpus}))
+        raise MismatchError(
+            f"{winners} has measurements of {measured or 'no GPU'}, and the build is for {target.name} "
+            f"({target.multiprocessors} multiprocessors)",
+            "pass a bundle or a cache folder that was warmed on such a GPU, or remove --winners",
+        )
