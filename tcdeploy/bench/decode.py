@@ -16,7 +16,7 @@ import torch
 from tcdeploy.bench.baselines import BaselineModel
 from tcdeploy.bench.breakdown import Breakdown, profile_replays, summarize_replays
 from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
-from tcdeploy.bench.floor import WeightSizes, count_weights, decode_floor, share_of_floor
+from tcdeploy.bench.floor import WeightSizes, count_weights, decode_floor, kv_read_bytes, share_of_floor
 from tcdeploy.bench.report import Row
 from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import DecodeSettings
@@ -38,7 +38,7 @@ class DecodeRow(Row):
     batch: int
     context: int
     step_ms: Summary
-    bytes_read: int
+    bytes_moved: int
     floor_ms: float | None
     share_of_floor: float | None
     tokens_per_second: float | None  # None: the KV cache cannot hold a full bucket of growing sequences
@@ -79,10 +79,11 @@ def _row(
 ) -> DecodeRow:  # fmt: skip
     """`seconds`: of each step. `rate`: tokens per second."""
     plan, step_ms = session.planned.plan, summarize_ms(seconds)
-    floor = decode_floor(weights, session.planned.architecture, plan.kv_dtype, session.rates, batch, context)
+    read_bytes = kv_read_bytes(session.planned.architecture, plan.kv_dtype, context)
+    floor = decode_floor(weights, read_bytes + 2 * plan.bytes_per_slot, session.rates, batch)  # slots are written too
     return DecodeRow(
-        subject, batch, context, step_ms, floor.bytes_read, floor.floor_ms, share_of_floor(floor.floor_ms, step_ms.p50),
-        rate,
+        subject, batch, context, step_ms, floor.bytes_moved, floor.floor_ms,
+        share_of_floor(floor.floor_ms, step_ms.p50), rate,
     )  # fmt: skip
 
 

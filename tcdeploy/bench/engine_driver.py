@@ -60,17 +60,19 @@ class SteadyRun(NamedTuple):
 
 @contextmanager
 def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterator[list[Sequence]]:
-    """Context manager: `count` sequences of `length` tokens that own KV blocks, which are released at the end."""
-    sequences = []
+    """Context manager: `count` sequences of `length` tokens that own KV blocks and a slot, released at the end."""
+    slots, sequences = engine.scheduler.slots, []
     for index in range(count):
         blocks = engine.allocator.allocate(engine.allocator.blocks_for(length))
-        sequences.append(Sequence(-1 - index, prompts.draw(length), length, SamplingParams(), blocks=blocks))
+        tokens = prompts.draw(length)
+        sequences.append(Sequence(-1 - index, tokens, length, SamplingParams(), blocks=blocks, slot=slots.allocate()))
     try:
         yield sequences
     finally:
         engine.runner.row_assignment.clear()
         for sequence in sequences:
             engine.allocator.release(sequence.blocks)
+            slots.release(sequence.slot)
 
 
 def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[], None], Callable[[], None]]:

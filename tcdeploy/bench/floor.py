@@ -1,9 +1,10 @@
 """Lower bounds ("floors") for the time of a step, from this machine's memory bandwidth and matmul rate.
 
-A decode step reads all weights and the KV cache of its context once, so its floor is those bytes over the copy
-bandwidth. A prefill also multiplies every weight with every token, so its floor is the larger of that arithmetic over
-the rate of a large matmul, and the time to read the weights. Both rates are measured in the same run, before weights
-are loaded, because machines of the same kind differ by several percent.
+A decode step reads all weights and the KV cache of its context once, and reads and writes the state slots of its
+sequences, so its floor is those bytes over the copy bandwidth. A prefill also multiplies every weight with every token,
+so its floor is the larger of that arithmetic over the rate of a large matmul, and the time to read the weights. Both
+rates are measured in the same run, before weights are loaded, because machines of the same kind differ by several
+percent.
 
 The floors leave out attention FLOPs, activations and the untied input embedding, and count the LM head as one token
 per prompt, so that they are never too high.
@@ -35,6 +36,7 @@ WARMUP_SECONDS = 0.3  # until clocks have risen
 REPEATS = 9
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
+FP8_SPEED = 2  # FLOP/s of FP8 tensor cores over those of 16-bit ones
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 UNIFORM_ROUTING = (
@@ -93,7 +95,7 @@ class WeightSizes(NamedTuple):
 
 
 class DecodeFloor(NamedTuple):
-    bytes_read: int
+    bytes_moved: int  # read and written
     floor_ms: float | None  # None: a mixture without a floor
 
 
@@ -139,18 +141,21 @@ def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> in
     )
 
 
-def decode_floor(
-    weights: WeightSizes, architecture: Architecture, kv_dtype: str, rates: Rates, batch: int, context: int
-) -> DecodeFloor:
-    bytes_read = weights.bytes_read(batch) + batch * kv_read_bytes(architecture, kv_dtype, context)
-    return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
+def decode_floor(weights: WeightSizes, sequence_bytes: int, rates: Rates, batch: int) -> DecodeFloor:
+    """`sequence_bytes`: of KV cache and state that the step reads and writes for each of `batch` sequences."""
+    num_bytes = weights.bytes_read(batch) + batch * sequence_bytes
+    return DecodeFloor(num_bytes, num_bytes / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
 
 
-def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes) -> float | None:
-    """The floor of prefilling one prompt: the larger of arithmetic and reading the weights."""
+def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes, in_fp8: bool = False) -> float | None:
+    """The floor of prefilling one prompt: the larger of arithmetic and reading the weights.
+
+    `in_fp8`: FP8 tensor cores multiply, at FP8_SPEED times the measured rate.
+    """
     if not weights.has_floor:
         return None
-    arithmetic_seconds = 2 * weights.parameters_per_token * tokens / rates.matmul_flop_per_second
+    rate = rates.matmul_flop_per_second * (FP8_SPEED if in_fp8 else 1)
+    arithmetic_seconds = 2 * weights.parameters_per_token * tokens / rate
     return max(arithmetic_seconds, weights.bytes_read(tokens) / rates.copy_bytes_per_second) * 1e3
 
 

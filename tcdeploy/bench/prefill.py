@@ -65,7 +65,8 @@ def _row(
     session: Session[PrefillSettings],
 ) -> PrefillRow:  # fmt: skip
     first_token_ms = summarize_ms(seconds)
-    floor_ms = prefill_floor_ms(length, session.rates, weights)
+    in_fp8 = session.planned.plan.fp8_min_rows > 0
+    floor_ms = prefill_floor_ms(length, session.rates, weights, in_fp8)
     share = share_of_floor(floor_ms, (device_ms or first_token_ms).p50)
     return PrefillRow(subject, length, first_token_ms, device_ms, floor_ms, share)
 

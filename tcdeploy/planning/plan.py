@@ -154,6 +154,11 @@ class Plan:
         return self.kv_bytes + self.slot_bytes
 
     @property
+    def bytes_per_slot(self) -> int:
+        """Of one slot in all layers; 0 if none keeps state in slots."""
+        return self.slot_bytes // max(self.slots + self.snapshots, 1)
+
+    @property
     def reuses_prefixes(self) -> bool:
         """Whether prompts with a common prefix share KV blocks. With state in slots, this needs snapshots of it."""
         return not self.slots or self.snapshots > 0

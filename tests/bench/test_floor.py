@@ -69,9 +69,9 @@ def test_a_token_reads_its_top_k_experts_and_more_tokens_those_that_are_expected
     for tokens, experts in ((1, 2), (2, 3), (3, 3.5)):
         expected = dense_bytes + 4 * 2 * experts * EXPERT
         assert weights.bytes_read(tokens) == expected
-        floor = decode_floor(weights, LLAMA_8B, "bfloat16", RATES, tokens, 512)
-        assert floor.bytes_read == expected + tokens * kv_read_bytes(LLAMA_8B, "bfloat16", 512)
-        assert floor.floor_ms == pytest.approx(floor.bytes_read / 3e9)
+        floor = decode_floor(weights, 5000, RATES, tokens)
+        assert floor.bytes_moved == expected + tokens * 5000
+        assert floor.floor_ms == pytest.approx(floor.bytes_moved / 3e9)
     assert weights.parameters_per_token == bytes_of(model) // 4 - 2 * EMBEDDING - 4 * EXPERT
     fast_memory = replace(RATES, copy_bytes_per_second=1e30)
     assert prefill_floor_ms(128, fast_memory, weights) == pytest.approx(
@@ -94,7 +94,7 @@ def test_a_mixture_whose_selection_is_not_known_has_no_floor(monkeypatch: pytest
     monkeypatch.setattr(floor_module, "TOP_K_KEYS", ())
     weights = count_weights(model, bytes_of(model))
     assert not weights.has_floor and weights.notes == ()
-    assert decode_floor(weights, LLAMA_8B, "bfloat16", RATES, 1, 512).floor_ms is None
+    assert decode_floor(weights, 5000, RATES, 1).floor_ms is None
     assert prefill_floor_ms(128, RATES, weights) is None
 
 
@@ -107,15 +107,17 @@ def test_a_sliding_window_limits_the_bytes_of_the_kv_cache() -> None:
 def test_the_floor_of_a_decode_step_is_bytes_over_bandwidth() -> None:
     """Llama 8B: 15.0 GB of weights, and 128 KiB of KV cache per token."""
     weights = WeightSizes(15_009_669_120, 6_979_588_096)
-    floor = decode_floor(weights, LLAMA_8B, "bfloat16", RATES, batch=16, context=512)
-    assert floor.bytes_read == 15_009_669_120 + 16 * 512 * 131072
-    assert floor.floor_ms == pytest.approx(floor.bytes_read / 3e9)
+    floor = decode_floor(weights, kv_read_bytes(LLAMA_8B, "bfloat16", 512), RATES, batch=16)
+    assert floor.bytes_moved == 15_009_669_120 + 16 * 512 * 131072
+    assert floor.floor_ms == pytest.approx(floor.bytes_moved / 3e9)
 
 
 def test_the_floor_of_a_prefill_is_the_larger_of_reading_and_arithmetic() -> None:
     weights = WeightSizes(15_000_000_000, 7_000_000_000)
     assert prefill_floor_ms(1, RATES, weights) == pytest.approx(5.0)
     assert prefill_floor_ms(2048, RATES, weights) == pytest.approx(2 * 7e9 * 2048 / 8e14 * 1e3)
+    assert prefill_floor_ms(2048, RATES, weights, in_fp8=True) == pytest.approx(7e9 * 2048 / 8e14 * 1e3)
+    assert prefill_floor_ms(1, RATES, weights, in_fp8=True) == pytest.approx(5.0)
 
 
 def test_rates_of_this_machine_are_plausible() -> None:

@@ -47,8 +47,8 @@ def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, ba
     ]  # fmt: skip
     for row in rows:
         assert row.step_ms.count == (4 if row.subject == "tcdeploy" else 6)
-        assert row.bytes_read == tiny_deployment.plan.weight_bytes + row.batch * 48 * 6 * 2 * 2 * 32 * 4
-        assert row.floor_ms == pytest.approx(row.bytes_read / 1e7)
+        assert row.bytes_moved == tiny_deployment.plan.weight_bytes + row.batch * 48 * 6 * 2 * 2 * 32 * 4
+        assert row.floor_ms == pytest.approx(row.bytes_moved / 1e7)
         assert row.share_of_floor == pytest.approx(row.floor_ms / row.step_ms.p50)
         assert row.tokens_per_second
         assert row.host_us is None and row.breakdown is None

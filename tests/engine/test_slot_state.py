@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.bench.engine_driver import prompt_logits
+from tcdeploy.bench import decode
+from tcdeploy.bench.engine_driver import Prompts, decode_step, placed_sequences, prompt_logits
+from tcdeploy.bench.floor import Rates, kv_read_bytes
+from tcdeploy.bench.session import Session
+from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
@@ -24,6 +28,7 @@ from tcdeploy.engine.schedule.slots import SCRATCH_SLOT, SlotAllocator
 from tcdeploy.engine.step import runner as runner_module
 from tcdeploy.engine.step.step_graphs import GraphKey
 from tcdeploy.errors import SpaceError, UnsupportedModelError
+from tcdeploy.host.progress import NullProgress
 from tcdeploy.kernels.state.mechanism import Mechanism
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.probe import probe_model
@@ -316,6 +321,30 @@ def test_a_new_sequence_ignores_what_its_slot_contains(
         tensor.fill_(float("nan"))
     tokens = generate_tokens(deployment.engine, prompts[:4], SamplingParams(max_tokens=TOKENS))
     assert tokens == answers(models["hybrid"], prompts[:4])
+
+
+def test_a_timed_step_moves_the_state_of_each_row(deployment: Deployment) -> None:
+    engine, plan = deployment.engine, deployment.plan
+    with placed_sequences(engine, Prompts(VOCAB_SIZE, seed=1), 4, 40) as sequences:
+        restore, step = decode_step(engine, sequences)
+        restore()
+        before = slot_contents(engine)
+        step()
+        changed = [(old != new).flatten(1).any(1) for old, new in zip(before, slot_contents(engine), strict=True)]
+        assert (
+            sorted(sequence.slot for sequence in sequences)
+            == (torch.stack(changed).any(0).nonzero()[:, 0] + 1).tolist()
+        )
+    assert_idle(engine)
+    rates = Rates(1e10, 1, 1e9, 1, "float32")
+    session = Session(
+        deployment.planned.recipe, DecodeSettings(repeats=1, steps=2), NullProgress(), deployment.planned, rates
+    )
+    slot_bytes = sum(tensor[0].nbytes for tensor in engine.runner.slot_states.tensors)
+    single, *_, largest = decode.measure("tcdeploy", deployment, session)
+    kv_bytes = kv_read_bytes(deployment.planned.architecture, plan.kv_dtype, single.context)
+    assert (single.context, slot_bytes) == (largest.context, plan.bytes_per_slot)
+    assert largest.bytes_moved - single.bytes_moved == (largest.batch - 1) * (kv_bytes + 2 * slot_bytes)
 
 
 @pytest.mark.parametrize("piece", [512, 20])

@@ -192,8 +192,7 @@ def share_buckets(
     if reason := reason_for_one_process(recipe, plan, cores):
         return OneProcess(reason)
     # An upper bound without snapshots: a copy has few KV blocks, and so few snapshots.
-    slot_bytes = plan.slot_bytes * plan.slots // max(plan.slots + plan.snapshots, 1)
-    copy_bytes = COPY_FACTOR * copy.weight_bytes + slot_bytes + plan.workspace_bytes
+    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.slots * plan.bytes_per_slot + plan.workspace_bytes
     if spare_bytes < copy_bytes:
         return OneProcess(f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}")
     if host_bytes < 2 * HOST_BYTES_PER_PROCESS:
