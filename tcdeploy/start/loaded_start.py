@@ -141,7 +141,7 @@ def warm(
 
 def _measures_later(start: LoadedStart) -> bool:
     """Whether the engine measures the costs of steps while it is idle: of programs that were built without the GPU."""
-    return start.earlier is not None and not start.earlier.has_run and not start.request.measure
+    return start.request.serves and start.earlier is not None and not start.earlier.has_run
 
 
 def find_step_costs(start: LoadedStart, runner: ModelRunner, records: list[BucketRecord]) -> StepCosts:

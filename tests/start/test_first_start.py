@@ -176,7 +176,7 @@ def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     monkeypatch.setattr(model_code, "check_first_start", lambda *_: None)
     monkeypatch.setattr(loaded_start, "measure_step_costs", None)  # a call of it raises
     recipe = Recipe(model=TINY, device="cpu", buckets=(32,), batch_sizes=(4,), programs="aot", cache_dir=str(folder))
-    deployed = prepare(recipe)
+    deployed = prepare(recipe, serves=True)
     assert {item.outcome for item in deployed.records} <= {"hit", "reused"} and deployed.engine.clock is None
     manifest = read_manifest(path)
     assert manifest is not None and manifest.has_run and manifest.step_costs is None
