@@ -247,7 +247,7 @@ class ModelCode:
     def _may_add_files(self) -> bool:
         """Whether to add a file to the plan: not to those of a bundle, nor to a folder that cannot be written.
 
-        A bundle that was built without the GPU has no reference and no start record, so a start there adds them.
+        A bundle that was packed before its first start lacks the reference and the start record. Starts add them.
         """
         bundle, must_be_signed = self._staging.bundle, self._request.recipe.require_signed
         is_complete = bundle is not None and (must_be_signed or not bundle.lacks_measurements)
