@@ -176,7 +176,7 @@ def copy_winners(source: Path, staging: Path) -> None:
 def _read_winner(path: Path) -> dict[str, Any]:
     """A result of the autotuner: numbers by name, and hashes.
 
-    Inductor writes the values of a result into source code, so any other text might be executed.
+    Inductor writes the values of a result into the source code of launchers, where other text could be code.
     """
     with contextlib.suppress(ValueError, RecursionError):
         result = json.loads(path.read_bytes())
