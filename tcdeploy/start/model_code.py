@@ -140,7 +140,7 @@ class ModelCode:
         request, planned, staging = self._request, self.planned, self._staging
         self._earlier = earlier
         if earlier is None:
-            report_other_targets(planned.plan, request.recipe.compile)
+            report_other_targets(planned.plan, planned.environment, request.recipe.compile)
             _refuse_cold_start(planned.plan, staging)
         elif not earlier.has_run:
             check_first_start(earlier, planned.environment, staging)

@@ -14,6 +14,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tcdeploy.cache.record.manifest import Manifest, read_manifests
+from tcdeploy.errors import IntegrityError
 from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_experts
 from tcdeploy.start.blind import build
 from tcdeploy.start.blind.build import copy_winners
@@ -87,6 +88,38 @@ def test_configurations_that_were_not_measured_are_no_winners(tmp_path: Path) ->
         (tmp_path / "source" / "ab" / f"{name}.best_config").write_text(json.dumps({"time_taken_ms": time}))
     copy_winners(tmp_path / "source", tmp_path / "staging")
     assert sorted(path.name for path in tmp_path.glob("staging/*/*")) == ["fast.best_config", "measured.best_config"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"XBLOCK": "256 if print() else 1", "found_by_coordesc": true, "time_taken_ms": 1}',  # in a launcher's source
+        '{"XBLOCK, print()": 256, "time_taken_ms": 1}',
+        '{"configs_hash": "print()", "time_taken_ms": 1}',
+        '{"XBLOCK": [256], "time_taken_ms": 1}',
+        '{"time_taken_ms": "1"}',
+        "[" * 100_000,
+        "[]",
+        "{",
+        "\x80",
+    ],
+)
+def test_a_result_with_text_is_refused_because_inductor_writes_it_into_source_code(
+    content: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.best_config").write_bytes(content.encode("latin-1"))
+    with pytest.raises(IntegrityError, match="x.best_config of --winners does not consist of numbers and hashes"):
+        copy_winners(tmp_path, tmp_path / "staging")
+
+
+def test_a_result_of_inductor_is_copied(tmp_path: Path) -> None:
+    result = {"XBLOCK": 256, "EVEN": True, "num_warps": 4, "configs_hash": "1b2c", "time_taken_ms": 1}
+    (tmp_path / "source").mkdir()
+    for triton_hash in ("YCIIG77B", None):
+        content = json.dumps({**result, "triton_cache_hash": triton_hash})
+        (tmp_path / "source" / "x.best_config").write_text(content)
+        copy_winners(tmp_path / "source", tmp_path / "staging")
+        assert (tmp_path / "staging" / "x.best_config").read_text() == content
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")

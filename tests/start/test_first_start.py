@@ -119,14 +119,22 @@ def test_a_start_on_a_cpu_does_not_use_the_plan_and_names_its_gpu(folder_for_h20
     assert f"error: {message}" in refused.stderr and "--target-gpu" in refused.stderr
 
 
-def test_a_start_that_may_compile_warns(folder_for_h200: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plan = SimpleNamespace(cache_dir=str(folder_for_h200), model=TINY, device="cpu", decisions=())
-    first_start.report_other_targets(plan, may_compile=True)  # type: ignore[arg-type]
-    assert "were built for NVIDIA H200; this start is on cpu, so they are not used" in caplog.text
-    caplog.clear()
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_start_that_may_compile_warns_of_a_plan_for_another_gpu(
+    has_run: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = built(tmp_path)
+    manifest = dataclasses.replace(manifest, buckets=MANIFEST.buckets) if has_run else manifest
+    write_manifest(tmp_path / "manifests" / f"{manifest.plan['key']}.json", manifest)
+    plan: Any = SimpleNamespace(cache_dir=str(tmp_path), model=manifest.plan["model"], device="cuda")
+    first_start.report_other_targets(plan, MACHINE, may_compile=True)
+    assert f"were built for NVIDIA H200; this start is on {MACHINE.gpu}, so they are not used" in caplog.text
+    with pytest.raises(MismatchError, match="were built for NVIDIA H200"):
+        first_start.report_other_targets(plan, MACHINE, may_compile=False)
+    same_gpu = dataclasses.replace(MACHINE, gpus=(H200.gpu,))
+    first_start.report_other_targets(plan, same_gpu, may_compile=False)
     plan.model = "another/model"
-    first_start.report_other_targets(plan, may_compile=False)  # type: ignore[arg-type]
-    assert caplog.text == ""
+    first_start.report_other_targets(plan, MACHINE, may_compile=False)
 
 
 def test_such_a_plan_is_listed_verified_and_packed_without_a_start(

@@ -96,17 +96,16 @@ def architecture_of(target: GPUDescription) -> int:
     return 10 * major + minor
 
 
-def report_other_targets(plan: Plan, may_compile: bool) -> None:
-    """Name the plans of this model in the cache folder that were built for other GPUs and have not run.
+def report_other_targets(plan: Plan, environment: Environment, may_compile: bool) -> None:
+    """Name the other GPUs for which plans of this model in the cache folder were built.
 
     Raises MismatchError unless this start `may_compile`.
     """
+    here = environment.gpu if plan.device == "cuda" else plan.device
     manifests = read_manifests(plan.cache_dir, skip_damaged=True).values()
-    others = [item for item in manifests if not item.has_run and item.plan["model"] == plan.model and item.blind]
-    if not others:
+    built = {item.blind.target.name for item in manifests if item.blind and item.plan["model"] == plan.model}
+    if not (targets := ", ".join(sorted(built - {here}))):
         return
-    targets = ", ".join(sorted({item.blind.target.name for item in others if item.blind}))
-    here = next((decision.value for decision in plan.decisions if decision.name == "device"), plan.device)
     message = f"the programs of {plan.model} in {plan.cache_dir} were built for {targets}; this start is on {here}"
     if not may_compile:
         raise MismatchError(message, HINT)
