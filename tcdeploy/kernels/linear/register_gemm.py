@@ -8,8 +8,7 @@ has written it.
 
 The columns of a step are in one group. With up to 64 rows of x, or 32 if the weight is wide (WIDE_N), the sums of a
 step are multiplied by the group's scale, so values are exact. More rows have too many sums: scales multiply the values
-instead, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, and the values of the
-next instruction are made while the current one runs.
+instead, which are rounded to x's dtype. The tensor cores then add all steps to the same sums.
 
 The columns of narrow weights, and of wide ones with up to 16 rows of x, are split among programs, whose sums a second
 kernel adds in a fixed order.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_codes import _fragment_values
+from tcdeploy.kernels.linear.scheme_codes import _finished, _fragment_values
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
@@ -26,9 +26,9 @@ def _add_step(acc, words, inputs, scales, SCALES_VALUES: tl.constexpr):
     """acc [n, m] plus the product of words [n, k / 8] and inputs [m, k], times `scales` [n], if not None."""
     DTYPE: tl.constexpr = inputs.dtype
     if scales is None:
-        acc = tl.dot(_weight_tile(words, None, DTYPE), tl.trans(inputs), acc)
+        acc = _finished(tl.dot(_weight_tile(words, None, DTYPE), tl.trans(inputs), acc))
     elif SCALES_VALUES:
-        acc = tl.dot(_weight_tile(words, scales.to(DTYPE), DTYPE), tl.trans(inputs), acc)
+        acc = _finished(tl.dot(_weight_tile(words, scales.to(DTYPE), DTYPE), tl.trans(inputs), acc))
     else:
         acc += tl.dot(_weight_tile(words, None, DTYPE), tl.trans(inputs)) * scales.to(tl.float32)[:, None]
     return acc

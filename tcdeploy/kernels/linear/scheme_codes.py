@@ -252,6 +252,21 @@ def _fragment_values(words, scales, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
+def _finished(sums):
+    """`sums` of a dot with a running total, after its instructions have ended. Costs no instruction.
+
+    Otherwise Triton lets those of one step run into the next. Triton 3.6 may then overwrite the registers of an operand
+    that they still read (triton-lang/triton#9433), and with more than 4 warps, versions up to 3.7 may overwrite shared
+    memory that the instructions of other warps still read (triton-lang/triton#11047). A use of the sums in the step,
+    here in assembly without instructions, makes it wait.
+    """
+    if HAS_PTX:
+        sums = tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
+
+
+@ignore_comments
+@triton.jit
 def _byte_values(codes, DTYPE: tl.constexpr):
     """The values of fp8 or int8 codes. A conversion of float16 to bfloat16 is slower than two through float32."""
     if codes.dtype == tl.float8e4nv and DTYPE == tl.bfloat16:
