@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
+NEGATIVE_ZEROS = "0x80008000"  # to add: there is no product of pairs of bfloat16 before Hopper
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -78,12 +79,12 @@ def _fragments_ptx(dtype: str, has_scale: bool) -> str:
     $5: a pair of -8 - base in the same dtype. $6, if has_scale: a pair of the factor of the values.
     """
     base, unit = {"bf16": (0x43004300, 0x3F803F80), "f16": (0x64006400, 0x3C003C00)}[dtype]
-    lines = [f".reg .b32 second, third, fourth, unit; mov.b32 unit, {unit:#x};"]
+    lines = [f".reg .b32 second, third, fourth, unit, none; mov.b32 unit, {unit:#x}; mov.b32 none, {NEGATIVE_ZEROS};"]
     sources = ("$4", "second", "third", "fourth")
     lines += [f"shr.u32 {sources[i]}, $4, {4 * i};" for i in (1, 2, 3)]
     lines += [f"lop3.b32 ${i}, {sources[i]}, 0x000F000F, {base:#x}, 0xEA;" for i in range(4)]
     lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, unit, $5;" for i in range(4)]
-    lines += [f"mul.rn.{dtype}x2 ${i}, ${i}, $6;" for i in range(4) if has_scale]
+    lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, $6, none;" for i in range(4) if has_scale]
     return "{" + " ".join(lines) + "}"
 
 
