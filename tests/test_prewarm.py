@@ -115,7 +115,7 @@ def test_a_stored_bundle_over_its_budget_ends_the_script_and_a_missing_one_is_pa
 
     monkeypatch.setattr(script, "run_tcdeploy", run_tcdeploy)
     monkeypatch.setattr(script, "format_report", lambda *_: "report")
-    stored = {"stored": "s3://bundles", "public_key": Path("ci.pub")}
+    stored = {"stored": "s3://bundles", "public_key": Path("ci.pub"), "target_gpu": None, "from_bundle": None}
     options = Namespace(warm_args=["model"], bundle=Path("x.tcb"), budget="60s", **stored)
     if is_packed:
         assert script.prewarm(options, tmp_path) == "report"
@@ -156,3 +156,87 @@ def test_a_stored_bundle_is_not_checked_without_a_public_key(tmp_path: Path) -> 
     command = [script, "--bundle", tmp_path / "x.tcb", "--stored", tmp_path, "--", TINY]
     done = subprocess.run(command, capture_output=True, text=True, env=cli_environment(tmp_path))
     assert done.returncode == 2 and "--stored and --public-key must be given together" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--target-gpu", "h100", "--from-bundle", "x.tcb"),
+            "--stored, --target-gpu and --from-bundle exclude each other",
+        ),
+        (("--winners", "x.tcb"), "--winners needs --target-gpu"),
+    ],
+)
+def test_contradicting_options_are_refused(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    command = [ROOT / "scripts/prewarm", "--bundle", tmp_path / "x.tcb", *flags, "--", TINY]
+    done = subprocess.run(command, capture_output=True, text=True, env=cli_environment(tmp_path))
+    assert done.returncode == 2 and message in done.stderr
+
+
+def commands_of(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> tuple[list[str], str]:
+    """What scripts/prewarm would run, without the folder of its cache, and its report."""
+    script, commands = load_script("prewarm"), list[str]()
+    found = {
+        "packed_bytes": 3_600_000, "plan_key": "k", "target_gpu": "h100", "seconds": 309.2, "peak_bytes": 1 << 30,
+        "choices": ["a kernel"],
+    }  # fmt: skip
+
+    def run_tcdeploy(*arguments: str) -> Any:
+        commands.append(" ".join(arguments).replace(f"{folder}/", ""))
+        return script.CommandResult(0, found)
+
+    monkeypatch.setattr(script, "run_tcdeploy", run_tcdeploy)
+    monkeypatch.setattr(script, "format_report", lambda *_: "report")
+    defaults = dict.fromkeys(("stored", "public_key", "target_gpu", "winners", "from_bundle"))
+    namespace = Namespace(warm_args=["MODEL"], bundle=Path("x.tcb"), budget="60s", **{**defaults, **options})
+    return commands, script.prewarm(namespace, folder)
+
+
+def test_a_plan_for_another_gpu_is_built_and_packed_and_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands, report = commands_of(monkeypatch, tmp_path, target_gpu="h100", winners="w.tcb")
+    assert commands == [
+        "warm MODEL --cache-dir filled --target-gpu h100 --winners w.tcb --json",
+        "cache pack filled -o x.tcb --json",
+        "cache verify x.tcb --allow-unsigned --json",
+    ]
+    assert "for h100 was packed, 3.6 MB. It was compiled in 309 s with up to 1.0 GiB" in report
+    assert report.endswith("without the GPU, so it has not run; 1 choices were not timed.")
+
+
+def test_the_bundle_of_such_a_build_must_hit_and_is_packed_again_after_its_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands, _ = commands_of(monkeypatch, tmp_path, from_bundle="built.tcb")
+    assert commands == [
+        "warm MODEL --cache-dir filled --cache-from built.tcb --allow-unsigned --require-hit --json",
+        "warm MODEL --cache-dir filled --require-hit --budget 60s --json",
+        "cache pack filled -o x.tcb --json",
+        "cache verify x.tcb --run --allow-unsigned --json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "flags", "headers"),
+    [
+        ({"target-gpu": "l4", "winners": "w w.tcb"}, ["--target-gpu", "l4", "--winners", "w w.tcb"], True),
+        ({"from-bundle": "built.tcb"}, ["--from-bundle", "built.tcb"], False),
+    ],
+)
+def test_the_action_passes_its_inputs_and_the_compiler_of_the_servers(
+    inputs: dict[str, str], flags: list[str], headers: bool, tmp_path: Path
+) -> None:
+    python, calls = tmp_path / "python", tmp_path / "python.calls"
+    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" "CXX=$CXX" "" >> {calls}\n')
+    python.chmod(0o755)
+    lock = str(lock_of_this_python(tmp_path))
+    given = {**inputs, "warm": WARM, "cxx": "/usr/bin/g++-13", "python": str(python), "requirements": lock}
+    steps = ActionRunner("prewarm", tmp_path / "run", given).run()
+    assert [step.done.returncode for step in steps] == [0, 0], steps[-1].done.stderr
+    *_, script = calls.read_text().removesuffix("\n\n").split("\n\n")
+    start = script.split("\n").index(flags[0])
+    assert script.split("\n")[start:][: len(flags)] == flags and script.endswith("CXX=/usr/bin/g++-13")
+    installed = [call for call in calls.read_text().split("\n\n") if "cuda-headers.txt" in call]
+    assert len(installed) == headers and all("--require-hashes" in call for call in installed)

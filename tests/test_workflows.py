@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, RunCLI
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 ACTIONS = sorted((ROOT / ".github/actions").glob("*/action.yml"))
@@ -106,6 +107,39 @@ def test_bundles_are_signed_only_on_main_after_the_warm_job() -> None:
     signing = [step for step in publish["steps"] if "sign-and-push" in step["uses"]]
     assert [step["with"]["key"] for step in signing] == ["${{ secrets.TCDEPLOY_SIGNING_KEY }}"]
     assert (ROOT / "recipes/llama-3.1-8b.yaml").exists()
+
+
+def test_bundles_for_other_gpus_are_signed_only_on_main_and_not_after_a_failed_start() -> None:
+    (workflow,) = (path for path in WORKFLOWS if path.stem == "prewarm-without-gpu")
+    build, verify, publish = (jobs(workflow)[name] for name in ("build", "verify", "publish"))
+    on_main = "github.ref == 'refs/heads/main' && github.event_name != 'pull_request'"
+    assert build["runs-on"] == "ubuntu-24.04" and "if" not in build, "also for pull requests of forks"
+    assert verify["if"] == f"vars.TCDEPLOY_GPU_RUNNERS && {on_main}" and verify["runs-on"]["group"] == "gpu-main"
+    assert publish["environment"] == "compile-caches" and set(publish["needs"]) == {"build", "verify"}
+    needed = (
+        "!cancelled() && needs.build.result == 'success' && "
+        """contains(fromJSON('["success", "skipped"]'), needs.verify.result)"""
+    )
+    assert publish["if"] == f"{needed} && {on_main}"
+    assert build["strategy"]["matrix"] == publish["strategy"]["matrix"]
+    names = [
+        step["with"]["name"] for job in (build, verify, publish) for step in job["steps"] if "artifact@" in step["uses"]
+    ]
+    assert names == ["bundle-${{ matrix.gpu }}"] * 4, "built, read, replaced after the start, signed"
+
+
+def test_the_bundles_for_other_gpus_have_plans_that_fit_the_gpus(run_cli: RunCLI) -> None:
+    (workflow,) = (path for path in WORKFLOWS if path.stem == "prewarm-without-gpu")
+    build, verify = jobs(workflow)["build"], jobs(workflow)["verify"]
+    arguments = {
+        step["with"]["warm"] for job in (build, verify) for step in job["steps"] if "actions/prewarm" in step["uses"]
+    }
+    (warm,) = arguments  # the start must be of the plan that was built
+    for gpu in build["strategy"]["matrix"]["gpu"]:
+        shape = str(ROOT / "scripts/configs/llama-3.1-8b")  # the recipe's model is not in the repository
+        planned = run_cli("warm", shape, *warm.split(), "--target-gpu", gpu, "--dry-run", "--json")
+        assert planned.returncode == 0, planned.stderr
+        assert json.loads(planned.stdout)["findings"] == [], gpu
 
 
 @pytest.mark.parametrize("job", ALL_JOBS)

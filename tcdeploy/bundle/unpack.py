@@ -160,10 +160,15 @@ def check_not_older(new: Path, existing: Path) -> None:
 
 
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
-    """Whether the folder has this plan with exactly the bundle's files, undamaged."""
+    """Whether the folder has this plan with exactly the bundle's files, undamaged.
+
+    False if only the bundle's manifest has results of a start: a build without the GPU has none.
+    """
     with contextlib.suppress(IntegrityError):
         local = read_manifest(manifest_path(folder, key))
-        return local is not None and set(local.files) == set(manifest.files) and not find_damage(folder, local.files)
+        if local is None or (manifest.has_run and not local.has_run):
+            return False
+        return set(local.files) == set(manifest.files) and not find_damage(folder, local.files)
     return False
 
 

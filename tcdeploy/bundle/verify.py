@@ -32,6 +32,7 @@ from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signing import TrustedKey
 from tcdeploy.errors import IntegrityError
 from tcdeploy.planning.bucket_record import BLIND, BucketRecord
+from tcdeploy.planning.environment import parse_environment
 
 # Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.
 LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
@@ -41,8 +42,9 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `built_for`: the GPU for which it was built on a machine without it, until a start there has run it; else "".
-    `untimed_choices`: the number of kernel configurations that such a build could not time.
+    `built_for`: the GPU for which it was built on a machine without it; else "". `run_on`: the GPU on which a start of
+    such a plan has run it since, and its driver; else "". `untimed_choices`: the number of kernel configurations that
+    such a build could not time.
 
     For a plan from a bundle, `paths_not_from_bundle` lists its files that the bundle does not contain, because a later
     start compiled them; `files_not_from_bundle` is their number.
@@ -57,6 +59,7 @@ class VerifiedPlan:
     files_not_from_bundle: int = 0
     paths_not_from_bundle: tuple[str, ...] = ()
     built_for: str = ""
+    run_on: str = ""
     untimed_choices: int = 0
 
 
@@ -149,13 +152,22 @@ def _check_stored_headers(folder: Path) -> None:
 def _verified_plan(manifest: Manifest, bundle: CheckedHeader | None) -> VerifiedPlan:
     plan, size = manifest.plan, sum(file.bytes for file in manifest.files)
     made_here = files_made_here(manifest.files, bundle) if bundle is not None else []
-    blind = None if manifest.has_run else manifest.blind
+    blind = manifest.blind
     return VerifiedPlan(
         plan["key"], plan["model"], files=len(manifest.files), bytes=size,
         signer=bundle.signer if bundle is not None else None, is_from_bundle=bundle is not None,
         files_not_from_bundle=len(made_here), paths_not_from_bundle=tuple(made_here),
-        built_for=blind.target.name if blind else "", untimed_choices=len(blind.choices) if blind else 0,
+        built_for=blind.target.name if blind else "",
+        run_on=_describe_gpu(manifest) if blind and manifest.has_run else "",
+        untimed_choices=len(blind.choices) if blind else 0,
     )  # fmt: skip
+
+
+def _describe_gpu(manifest: Manifest) -> str:
+    """The GPU and the driver of the start that wrote the manifest."""
+    environment = parse_environment(manifest.environment)
+    driver = f", driver {environment.driver}" if environment.driver else ""
+    return f"{environment.gpu or 'a CPU'}{driver}"
 
 
 def compare_top_tokens(packed: Manifest, local_records: tuple[BucketRecord, ...]) -> list[BucketReplay]:

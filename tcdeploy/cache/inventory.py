@@ -74,6 +74,7 @@ class CachedPlan:
     is_leased: bool
     is_from_bundle: bool
     was_warm: bool
+    is_built_without_gpu: bool
     has_run: bool  # False: built without its GPU, and not started there yet
     cold_seconds: float
 
@@ -130,7 +131,7 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileR
         unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file] == 1),
         age_seconds=time.time() - manifest_path(folder, key).stat().st_mtime, is_leased=is_leased(folder, key),
         is_from_bundle=stored_header_path(folder, key).exists(), was_warm=manifest.was_warm,
-        has_run=manifest.has_run,
+        is_built_without_gpu=manifest.blind is not None, has_run=manifest.has_run,
         cold_seconds=sum(manifest.cold_seconds().values()),
     )  # fmt: skip
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcdeploy.errors import UsageError
+from tcdeploy.cache.files.records import FileRecord, is_winner, stored_path
+from tcdeploy.cache.record.manifest import Manifest, read_manifests
+from tcdeploy.errors import MismatchError, UsageError
+from tcdeploy.host.regular_file import read_regular
 from tcdeploy.host.temporary_files import temporary_folder
+from tcdeploy.planning.environment import GPU, parse_environment
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,9 +25,11 @@ def build_for(
     recipe: Recipe, target: str, winners: Path | None, trusted_keys: Path | None, progress: Progress
 ) -> BlindResult:
     """Build packages, or with `--programs jit` jit programs, of a recipe for a GPU. Raises TcdeployError."""
+    from tcdeploy.planning.gpu_description import read_gpu_description
     from tcdeploy.start.blind.process import build_blind
 
-    with _winners_folder(winners, trusted_keys) as folder:
+    gpu = read_gpu_description(target).gpu
+    with winners_folder(winners, trusted_keys, gpu) as folder:
         return build_blind(recipe, target, progress, folder)
 
 
@@ -40,25 +47,61 @@ def check_target_options(
 
 
 @contextlib.contextmanager
-def _winners_folder(winners: Path | None, trusted_keys: Path | None) -> Iterator[Path | None]:
-    """The autotuner results of a bundle in a temporary folder; a cache folder itself. Raises as `open_bundle`.
+def winners_folder(winners: Path | None, trusted_keys: Path | None, gpu: GPU) -> Iterator[Path | None]:
+    """A temporary folder with the autotuner results that a cache folder or a bundle has of plans on this GPU.
 
-    The bundle need not be signed: its results are numbers, and no code of it is used.
+    A bundle need not be signed: its results are numbers, and no code of it is used. Raises as `open_bundle` and
+    `read_manifests`, and MismatchError if all plans are of other GPUs.
     """
-    if winners is None or winners.is_dir():
-        yield winners
+    if winners is None:
+        yield None
         return
+    results = _results_of_folder(winners, gpu) if winners.is_dir() else _results_of_bundle(winners, trusted_keys, gpu)
+    with temporary_folder("winners") as folder:
+        for name, content in results:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        yield folder
+
+
+def _results_of_folder(winners: Path, gpu: GPU) -> Iterator[tuple[str, bytes]]:
+    for file in _measured_files(winners, read_manifests(winners).values(), gpu):
+        with contextlib.suppress(FileNotFoundError):
+            yield file.path, read_regular(winners / stored_path(winners, file))
+
+
+def _results_of_bundle(winners: Path, trusted_keys: Path | None, gpu: GPU) -> Iterator[tuple[str, bytes]]:
     from tcdeploy.bundle.container import read_files
     from tcdeploy.bundle.unpack import open_bundle
-    from tcdeploy.cache.files.records import is_winner
     from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 
     opened = open_bundle(winners, trusted_keys or default_trusted_keys_folder(), allow_unsigned=True)
-    with temporary_folder("winners") as folder:
-        for file, chunks in read_files(winners, opened.signed_header, opened.header.payload_files):
-            content = b"".join(chunks)
-            if is_winner(file.path):
-                path = folder / file.path
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-        yield folder
+    wanted = _measured_files(winners, opened.header.manifests.values(), gpu)
+    for file, chunks in read_files(winners, opened.signed_header, opened.header.payload_files):
+        content = b"".join(chunks)
+        if file in wanted:
+            yield file.path, content
+
+
+def _measured_files(winners: Path, manifests: Iterable[Manifest], target: GPU) -> set[FileRecord]:
+    """The autotuner results of the plans on this GPU. Raises MismatchError if there is no such plan.
+
+    The name of a result has the compute capability and the multiprocessors, but not the GPU: those of an H200 would be
+    taken as measured on an H100.
+    """
+    plans = [(parse_environment(manifest.environment).gpus[:1], manifest.files) for manifest in manifests]
+    fitting = [files for gpus, files in plans if any(_is_same_gpu(gpu, target) for gpu in gpus)]
+    if not fitting:
+        measured = sorted({f"{gpu.name} ({gpu.multiprocessors} multiprocessors)" for gpus, _ in plans for gpu in gpus})
+        raise MismatchError(
+            f"{winners} has measurements of {', '.join(measured) or 'no GPU'}, and the build is for {target.name} "
+            f"({target.multiprocessors} multiprocessors)",
+            "pass a bundle or a cache folder that was warmed on such a GPU, or remove --winners",
+        )
+    return {file for files in fitting for file in files if is_winner(file.path)}
+
+
+def _is_same_gpu(gpu: GPU, other: GPU) -> bool:
+    """The memory that torch reports differs between drivers."""
+    return replace(gpu, memory_bytes=other.memory_bytes) == other

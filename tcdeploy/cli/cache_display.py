@@ -123,16 +123,15 @@ def show_verified(
 
 
 def _provenance(plan: VerifiedPlan) -> str:
+    parts = []
     if plan.built_for:
-        signer = f"; {_format_signer(plan.signer)}" if plan.is_from_bundle else ""
-        return (
-            f"built for {plan.built_for} without that GPU ({plan.untimed_choices} choices not timed), not run{signer}"
-        )
-    if not plan.is_from_bundle:
-        return "compiled on this machine"
-    paths = plan.paths_not_from_bundle
-    other_files = f"; {len(paths)} files compiled on this machine: {_join(paths, ', ...')}" if paths else ""
-    return _format_signer(plan.signer) + other_files
+        run = f"then run on {plan.run_on}" if plan.run_on else "not run"
+        parts = [f"built for {plan.built_for} without that GPU ({plan.untimed_choices} choices not timed), {run}"]
+    if plan.is_from_bundle:
+        parts.append(_format_signer(plan.signer))
+    if paths := plan.paths_not_from_bundle:
+        parts.append(f"{len(paths)} files compiled on this machine: {_join(paths, ', ...')}")
+    return "; ".join(parts) or "compiled on this machine"
 
 
 def show_forecast(forecast: Forecast, json: bool) -> None:
@@ -182,7 +181,8 @@ def _plan_state(plan: CachedPlan) -> str:
     states = {
         "in use": plan.is_leased,
         "from a bundle": plan.is_from_bundle,
-        "built without its GPU": not plan.has_run,
+        "built without its GPU": plan.is_built_without_gpu,
+        "not run yet": not plan.has_run,
         "no warm start yet": plan.has_run and not plan.was_warm,
     }
     return ", ".join(state for state, holds in states.items() if holds) or "-"

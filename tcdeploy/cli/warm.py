@@ -98,7 +98,7 @@ def warm(
         report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit, is_packed=is_packed)
     display.show_warm_report(report, packages, json)
     if require_hit:
-        _enforce_hits(report)
+        _enforce_hits(report, packages)
     _require_record(report)
     enforce_budget({**report.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
     if cache_to is not None:
@@ -224,7 +224,7 @@ def _with_missed_shapes(
     return with_missed_shapes(recipe, plan, read_missed_shapes(path))
 
 
-def _enforce_hits(deployment: StartReport) -> None:
+def _enforce_hits(deployment: StartReport, packages: PackageResult | None) -> None:
     missed = [
         record.bucket if record.cache_misses else f"{record.bucket} (only {record.kernels_compiled} kernels)"
         for record in deployment.records
@@ -237,9 +237,11 @@ def _enforce_hits(deployment: StartReport) -> None:
         )
     if missed:
         state = "they are in the cache now" if deployment.is_recorded else "they are still not in the cache"
+        hint = f"{state}; in CI, restore the cache folder of an earlier `tcdeploy warm`"
+        if packages is not None and packages.plan_key:
+            hint = "these are jit programs; the folder has packages, which --programs auto uses: --programs aot"
         raise ThresholdError(
-            f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}",
-            f"{state}; in CI, restore the cache folder of an earlier `tcdeploy warm`",
+            f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}", hint
         )
 
 

@@ -240,10 +240,10 @@ class ModelCode:
     def _may_add_files(self) -> bool:
         """Whether to add a file to the plan: not to those of a bundle, nor to a folder that cannot be written.
 
-        A bundle that was built without the GPU has no reference and no start record, so its first start adds them.
+        A bundle that was built without the GPU has no reference and no start record, so a start there adds them.
         """
-        has_run = self._earlier is None or self._earlier.has_run
-        is_complete = self._staging.bundle is not None and (has_run or self._request.recipe.require_signed)
+        bundle, must_be_signed = self._staging.bundle, self._request.recipe.require_signed
+        is_complete = bundle is not None and (must_be_signed or not bundle.lacks_measurements)
         return not is_complete and not self._staging.is_private_copy
 
     def _buckets_to_precompile(self) -> Collection[Bucket]:

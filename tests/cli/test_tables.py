@@ -64,7 +64,7 @@ def plan() -> Any:
 def cached_plan(dtype: str) -> CachedPlan:
     return CachedPlan(
         "689c5b5d9c175ad1", MODEL, dtype, "jit", "reduce-overhead", BUCKETS, 12345, 123 << 30, 4 << 30, 2592000.0, True,
-        True, False, True, 1234.5,
+        True, False, True, True, 1234.5,
     )  # fmt: skip
 
 

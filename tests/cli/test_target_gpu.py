@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.bundle.pack import pack
+from tcdeploy.cache.record.manifest import write_manifest
+from tcdeploy.cli.blind_build import winners_folder
 from tcdeploy.planning.gpu_description import read_gpu_description
+from tests.bundle.fake_caches import HASH, as_installed, key_of, make_small, manifest_for, path_of
 from tests.conftest import TINY, RunCLI
 from tests.fork_server import HAS_GPU
 
@@ -47,6 +51,26 @@ def test_memory_that_the_target_lacks_is_a_finding(run_cli: RunCLI, tmp_path: Pa
 def test_a_target_that_cannot_be_planned_is_refused(run_cli: RunCLI, flags: tuple[str, ...], message: str) -> None:
     done = run_cli("warm", TINY, *flags)
     assert (done.returncode, done.stdout) == (2, "") and f"error: {message}" in done.stderr
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_measurements_of_another_gpu_are_refused(tmp_path: Path, is_packed: bool, run_cli: RunCLI) -> None:
+    """Their names in Inductor's cache do not have the GPU: those of an H200 would be used for an H100."""
+    gpu, winners = read_gpu_description("h200").gpu, tmp_path / "cache"
+    made = make_small(winners, environment=dataclasses.asdict(as_installed(gpus=(gpu,))))
+    if is_packed:
+        pack(winners, key_of(made), tmp_path / "winners.tcb")
+        winners = tmp_path / "winners.tcb"
+    else:  # also the results of a CPU, which are not copied
+        (winners / "6n" / "other.best_config").write_bytes(b"{}")
+        other = manifest_for(winners, ["6n/other.best_config"], bucket=64)
+        write_manifest(path_of(winners, other), other)
+    refused = run_cli("warm", TINY, "--target-gpu", "h100", "--winners", str(winners))
+    assert refused.returncode == 3, refused.stderr
+    message = f"{winners} has measurements of NVIDIA H200 (132 multiprocessors), and the build is for NVIDIA H100"
+    assert f"error: {message} 80GB HBM3 (132 multiprocessors)" in refused.stderr
+    with winners_folder(winners, tmp_path / "trusted", dataclasses.replace(gpu, memory_bytes=1)) as folder:
+        assert folder is not None and [path.name for path in folder.rglob("*.*")] == [f"{HASH}.best_config"]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the machine has a GPU")

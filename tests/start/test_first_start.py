@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.cache.files.records import FileRecord, hash_files
+from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes
 from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifest, write_manifest
 from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.planning.bucket_record import blind_record
@@ -90,17 +91,21 @@ def folder_for_h200(tmp_path: Path, filled_packages: Path) -> Path:
     """A cache folder whose only plan is one of the embedded model for an H200."""
     folder = Path(shutil.copytree(filled_packages, tmp_path / "cache"))
     [path] = folder.glob("manifests/*.json")
+    manifest, key = as_built(path), "0123456789abcdef"
+    path.unlink()
+    manifest = dataclasses.replace(manifest, plan={**manifest.plan, "key": key})
+    write_manifest(folder / "manifests" / f"{key}.json", manifest)
+    return folder
+
+
+def as_built(path: Path) -> Manifest:
+    """The manifest of a cache folder, as a build for an H200 without that GPU would have written it."""
     manifest = read_manifest(path)
     assert manifest is not None
-    key = "0123456789abcdef"
     records = tuple(blind_record(item.bucket, item.variant, 1.0, 1) for item in manifest.buckets)
     blind = BlindBuild(H200, ("kernel a: the first of 2 configs",))
     files = tuple(file for file in manifest.files if not file.path.startswith(("aot/start-", "references/")))
-    plan = {**manifest.plan, "key": key}
-    manifest = dataclasses.replace(manifest, plan=plan, buckets=records, files=files, blind=blind)
-    path.unlink()
-    write_manifest(folder / "manifests" / f"{key}.json", manifest)
-    return folder
+    return dataclasses.replace(manifest, buckets=records, files=files, blind=blind, step_costs=None)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the start is on a GPU then")
@@ -137,14 +142,13 @@ def test_such_a_plan_is_listed_verified_and_packed_without_a_start(
     assert "built for NVIDIA H200 without that GPU (1 choices not timed), not run" in verified.stdout
 
 
-def test_the_header_of_a_bundle_says_that_no_device_has_run_it() -> None:
-    from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes
-
+def test_the_header_of_a_bundle_says_where_it_was_built_and_whether_it_has_run() -> None:
     records = (blind_record("decode:1", "default", 1.0, 1),)
-    blind = dataclasses.replace(MANIFEST, buckets=records, blind=BlindBuild(H200, ()))
-    for manifest, is_blind in ((MANIFEST, False), (blind, True)):
-        header = Header(manifest, Payload(1, "a" * 64))
-        assert ("built_without_device" in json.loads(header_bytes(header))) is is_blind
+    built = dataclasses.replace(MANIFEST, buckets=records, blind=BlindBuild(H200, ()))
+    run = dataclasses.replace(MANIFEST, blind=BlindBuild(H200, ()))
+    for manifest, built_without, has_run in ((MANIFEST, None, None), (built, True, False), (run, True, True)):
+        document = json.loads(header_bytes(Header(manifest, Payload(1, "a" * 64))))
+        assert (document.get("built_without_device"), document.get("has_run")) == (built_without, has_run)
 
 
 def test_a_file_that_is_no_kernel_is_not_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,13 @@ class Header:
 
     @property
     def built_without_device(self) -> bool:
-        """Whether a plan of the bundle was compiled on a machine without its GPU, and no start has run it."""
-        return not all(manifest.has_run for manifest in self.manifests.values())
+        """Whether a plan of the bundle was compiled on a machine without its GPU."""
+        return any(manifest.blind for manifest in self.manifests.values())
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a start has run each plan of the bundle."""
+        return all(manifest.has_run for manifest in self.manifests.values())
 
     @property
     def payload_files(self) -> tuple[FileRecord, ...]:
@@ -84,6 +89,11 @@ class CheckedHeader:
     @property
     def files(self) -> tuple[FileRecord, ...]:
         return self.header.manifest.files
+
+    @property
+    def lacks_measurements(self) -> bool:
+        """Whether the plan was packed before a start has run it: without a reference, a start record and timings."""
+        return not self.header.manifest.has_run
 
 
 def make_portable(manifest: Manifest) -> Manifest:
@@ -117,7 +127,7 @@ def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
 def header_bytes(header: Header) -> bytes:
     document: dict[str, Any] = {"payload": asdict(header.payload), "manifest": manifest_text(header.manifest)}
     if header.built_without_device:
-        document["built_without_device"] = True
+        document |= {"built_without_device": True, "has_run": header.has_run}
     if header.others:
         document["other_manifests"] = [manifest_text(manifest) for manifest in header.others]
     return json.dumps(document).encode()
@@ -145,8 +155,13 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
 
 
 def rollback_reason(new: Header, existing: Header) -> str:
-    """Why the new bundle is older than one of the same plan; empty if it is not. One without a date is the oldest."""
+    """Why the new bundle is older than one of the same plan; empty if it is not. One without a date is the oldest.
+
+    Of two bundles with the same programs, built without the GPU, one that was packed before their first start is older.
+    """
     date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
+    if date == existing_date and existing.manifest.has_run and not new.manifest.has_run:
+        return "it was packed before the first start on the GPU, and the newer one after it"
     if existing_date is None or (date is not None and date >= existing_date):
         return ""
     return f"it was compiled {_format_date(date)}, and the newer one {_format_date(existing_date)}"

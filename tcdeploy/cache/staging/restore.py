@@ -175,9 +175,9 @@ def _report_other_versions(folder: str) -> None:
 
 
 def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
-    if manifest.blind is not None:
-        return  # its first start on the GPU added the reference and the start record
-    if staging.bundle is not None and (made_here := files_made_here(manifest.files, staging.bundle)):
+    if staging.bundle is None or staging.bundle.lacks_measurements:
+        return  # the first start on the GPU added the reference and the start record
+    if made_here := files_made_here(manifest.files, staging.bundle):
         log.warning(
             "%d of the %d files of plan %s were compiled on this machine and are not in its bundle, for example %s",
             len(made_here), len(manifest.files), manifest.plan["key"], made_here[0],
