@@ -88,6 +88,20 @@ def _fragments_ptx(dtype: str, has_scale: bool) -> str:
     return "{" + " ".join(lines) + "}"
 
 
+def _fp8_fragments_ptx(dtype: str) -> str:
+    """PTX: the values of codes 0 and 1 of a word ($2) as a pair in the register $0, and those of codes 2 and 3 in $1.
+
+    The sign of a code is extended to 16 bits. Shifted, its exponent and mantissa are the lowest bits of an exponent and
+    the highest of a mantissa of the dtype, so that a factor makes the value, of subnormal codes too.
+    """
+    shift, mask, factor = {"bf16": (4, 0x87F087F0, 0x7B807B80), "f16": (7, 0xBF80BF80, 0x5C005C00)}[dtype]
+    lines = [f".reg .b32 factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, {NEGATIVE_ZEROS};"]
+    for i, selector in enumerate(("0x9180", "0xB3A2")):
+        lines.append(f"prmt.b32 ${i}, $2, 0, {selector}; shl.b32 ${i}, ${i}, {shift}; and.b32 ${i}, ${i}, {mask:#x};")
+        lines.append(f"fma.rn.{dtype}x2 ${i}, ${i}, factor, none;")
+    return "{" + " ".join(lines) + "}"
+
+
 def _floats_ptx(format: str) -> str:
     """PTX: 1 + c / 128 in float32 of the low ($0 to $3) and the high ($4 to $7) codes of four bytes ($8)."""
     lines = [".reg .b32 first, last;"]
@@ -110,6 +124,7 @@ _FRAGMENTS_BF16, _FRAGMENTS_F16 = (
     tl.constexpr(_fragments_ptx("f16", False)),
 )
 _SCALED_BF16, _SCALED_F16 = tl.constexpr(_fragments_ptx("bf16", True)), tl.constexpr(_fragments_ptx("f16", True))
+_FP8_BF16, _FP8_F16 = tl.constexpr(_fp8_fragments_ptx("bf16")), tl.constexpr(_fp8_fragments_ptx("f16"))
 _E2M1_BF16, _E2M1_F16 = tl.constexpr(_pairs_ptx("e2m1", "bf16")), tl.constexpr(_pairs_ptx("e2m1", "f16"))
 
 
@@ -248,6 +263,24 @@ def _fragment_values(words, scales, DTYPE: tl.constexpr):
         values = tl.join(tl.join(first, third), tl.join(second, last))
         if scales is not None:
             values *= scales[:, None, None, None, None]
+    return values
+
+
+@ignore_comments
+@triton.jit
+def _fp8_fragment_values(words, DTYPE: tl.constexpr):
+    """The 4 e4m3 values of words [n, words] in a 16-bit DTYPE: [n, words, code // 2, code % 2]. NaN becomes 480."""
+    if HAS_PTX:
+        PTX: tl.constexpr = _FP8_BF16 if DTYPE == tl.bfloat16 else _FP8_F16
+        first, last = tl.inline_asm_elementwise(
+            PTX, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        values = tl.join(_pair(first, DTYPE), _pair(last, DTYPE))
+        values = tl.permute(values, (0, 1, 3, 2))
+    else:
+        low = tl.join(words, words >> 16)
+        codes = tl.join(low, low >> 8) & 255
+        values = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(DTYPE)
     return values
 
 

@@ -316,11 +316,29 @@ def test_the_tile_depends_on_rows_width_and_bits(rows: int, n: int, names: tuple
 @pytest.mark.parametrize(("rows", "n", "k", "name"), [
     (1, 2048, 4096, "n2_b2048"), (1, 4096, 4096, "n8_b2048"), (1, 6144, 4096, "n8_b1024"), (2, 4096, 4096, "f64_s4"),
     (64, 6144, 4096, "f64_s4"), (32, 4096, 14336, "f128_s8"), (33, 4096, 14336, "f64_s4"), (16, 28672, 4096, "f64_s4"),
-    (17, 28672, 4096, "f128u2"), (33, 28672, 4096, "f128_v_r128"), (65, 6144, 4096, "f128_v_s4"),
-    (128, 4096, 14336, "f128_v_s4"), (16, 57344, 8192, "f64_s4"),
+    (17, 28672, 4096, "f128u2"), (33, 28672, 4096, "f128_v"), (65, 6144, 4096, "f128_v_s8"),
+    (128, 4096, 14336, "f128_v_s8"), (16, 57344, 8192, "f64_s4"),
 ])  # fmt: skip
 def test_tiles_of_interleaved_int4(rows: int, n: int, k: int, name: str) -> None:
     assert choose_tile(rows, n, k, 2, True).name == name
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "name"), [
+    (1, 4096, 4096, "n4_b2048"), (8, 4096, 4096, "n16_k512"), (9, 4096, 4096, "f128_s4"), (64, 6144, 4096, "f128_s4"),
+    (32, 4096, 14336, "f128_s8"), (33, 4096, 14336, "f128_s4"), (9, 28672, 4096, "f128"), (64, 28672, 4096, "f128"),
+    (65, 4096, 4096, "m128_n64_s4"),
+])  # fmt: skip
+def test_tiles_of_fp8(rows: int, n: int, k: int, name: str) -> None:
+    assert choose_tile(rows, n, k, 1, True).name == name
+
+
+@pytest.mark.parametrize(("scheme", "k", "is_register_operand"), [
+    ("fp8_block", 256, True), ("fp8_channel", 256, True), ("fp8_block", 192, False), ("fp8_channel", 192, False),
+    ("int8", 256, False),
+])  # fmt: skip
+def test_which_8_bit_weights_the_register_gemm_takes(scheme: str, k: int, is_register_operand: bool) -> None:
+    weight = operands(scheme, list(SCHEMES[scheme].quantise(torch.randn(32, k))))
+    assert weight.is_register_operand == is_register_operand
 
 
 def test_operands_name_the_use_of_each_tensor() -> None:
