@@ -151,7 +151,7 @@ _COLUMNS: dict[str, list[Cell]] = {
         (Column("ms per step"), lambda row: _number(row.step_ms.p50)),
         (Column("p10-p90", rank=3), lambda row: _spread(row.step_ms)),
         (Column("tok/s"), lambda row: _number(row.tokens_per_second)),
-        (Column("GB read", rank=6), lambda row: f"{row.bytes_read / 1e9:.3g}"),
+        (Column("GB moved", rank=6), lambda row: f"{row.bytes_moved / 1e9:.3g}"),
         (Column("floor ms", rank=4), lambda row: _number(row.floor_ms)),
         (Column("of floor", rank=1), lambda row: optional(row.share_of_floor, ".0%")),
         (Column("host us", rank=2), lambda row: _number(row.host_us)),

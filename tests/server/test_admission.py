@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.generate import admission as admission_module
 from tcdeploy.server.generate.admission import Admission, BodyReservation
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES
 
@@ -65,3 +68,22 @@ def test_large_bodies_wait_up_to_a_number_of_bytes_and_small_ones_always() -> No
         third.grow(large)
         assert admission.num_waiting_bytes == 3 * large
     assert admission.num_waiting_bytes == 0 and admission.rejections["bodies_full"] == 1
+
+
+def test_the_seconds_of_a_start_do_not_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(admission_module, "time", clock)
+    now = 1000.0
+    admission = Admission(max_queued=2)
+    now += 60
+    assert admission.idle_seconds() == 0
+    admission.open(max_running=4)
+    assert admission.idle_seconds() == 0
+    now += 3
+    assert admission.idle_seconds() == 3
+    admission.acquire(1)
+    now += 5
+    assert admission.idle_seconds() == 0
+    admission.release(1)
+    now += 2
+    assert admission.idle_seconds() == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -68,11 +69,11 @@ def test_one_request_of_each_kind_is_sent(template: str | None, monkeypatch: pyt
 
 
 async def build_tables(service: Service, events: dict[int, Callable[[], None]]) -> tuple[int, int]:
-    """(polls, number of times that the tables were built).
+    """(polls, number of times that the tables were built), of a server whose start took a minute.
 
     `events`: callbacks by the number of the poll during which they are called.
     """
-    polls, builds, now = 0, [], 0.0
+    polls, builds, now = 0, [], time.monotonic() + 60
 
     async def sleep(seconds: float) -> None:
         nonlocal polls, now
@@ -88,7 +89,7 @@ async def build_tables(service: Service, events: dict[int, Callable[[], None]]) 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(model_server.asyncio, "sleep", sleep)
         monkeypatch.setattr(admission_module, "time", SimpleNamespace(monotonic=lambda: now))
-        service.admission.release(0)  # idle from time 0 on
+        service.admission.open(1)
         await model_server.build_grammar_tables_when_idle(service)
     return polls, len(builds)
 
@@ -98,7 +99,6 @@ def test_grammar_tables_are_built_when_the_server_has_been_idle(monkeypatch: pyt
     them, and the next ones waited for 0.4 to 0.9 s."""
     monkeypatch.setattr(model_server, "GRAMMAR_IDLE_S", 10 * model_server.IDLE_POLL_S)
     service = service_with(None, needs_tables=True)
-    service.admission.open(1)
 
     def short_request() -> None:
         service.admission.acquire(1)
@@ -115,7 +115,6 @@ def test_grammar_tables_are_not_built_if_the_server_drains_or_a_request_has_buil
         lambda service: setattr(service.structured_output, "needs_tables", False),
     ):
         service = service_with(None, needs_tables=True)
-        service.admission.open(1)
         assert asyncio.run(build_tables(service, {3: functools.partial(change, service)})) == (3, 0)
 
 

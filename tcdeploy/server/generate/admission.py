@@ -31,11 +31,12 @@ class Admission:
         self.num_admitted = self.num_waiting_bytes = 0
         self.rejections = Counter(dict.fromkeys(REJECTION_REASONS, 0))
         self.closed_reason = "loading"  # "" once requests are admitted
-        self._idle_since = time.monotonic()
+        self._idle_since = float("inf")
 
     def open(self, max_running: int) -> None:
         """Admit requests. `max_running` is the engine's largest decode batch. No effect after `close`."""
         self.limit = max_running + self._max_queued
+        self._idle_since = time.monotonic()
         if self.closed_reason == "loading":
             self.closed_reason = ""
 
@@ -63,8 +64,8 @@ class Admission:
         self._idle_since = time.monotonic()
 
     def idle_seconds(self) -> float:
-        """Seconds since the last request ended; 0 while one is open."""
-        return 0.0 if self.num_admitted else time.monotonic() - self._idle_since
+        """Seconds since `open`, or since the last request ended; 0 while one is open, and before `open`."""
+        return 0.0 if self.num_admitted else max(0.0, time.monotonic() - self._idle_since)
 
     def reject(self, reason: str, message: str) -> None:
         self.rejections[reason] += 1
