@@ -39,6 +39,21 @@ def _fp8_columns(BLOCK_K: tl.constexpr):
 
 @ignore_comments
 @triton.jit
+def _load_inputs(pointers, is_row, FORMAT: tl.constexpr):
+    """A tile of x. Rows past the batch are never stored.
+
+    With few rows they are masked, so that x is not read several times. Otherwise their pointers repeat rows of x,
+    because a mask takes three instructions for each copy.
+    """
+    if FORMAT == "int4" and pointers.shape[0] == 16:
+        inputs = tl.load(pointers, mask=is_row, other=0.0)
+    else:
+        inputs = tl.load(pointers)
+    return inputs
+
+
+@ignore_comments
+@triton.jit
 def _add_step(acc, words, inputs, scales, FORMAT: tl.constexpr, SCALES_VALUES: tl.constexpr):
     """acc [n, m] plus the product of words [n, words] and inputs [m, k], times `scales` [n], if not None."""
     DTYPE: tl.constexpr = inputs.dtype
@@ -76,10 +91,7 @@ def _register_gemm_kernel(
     word = tl.arange(0, BLOCK_K // PER_WORD)
     w_ptrs = weight + w_row.to(tl.int64)[:, None] * row_words + word[None, :]
     columns = _fp8_columns(BLOCK_K) if FORMAT == "fp8" else tl.arange(0, BLOCK_K)
-    # Rows past the batch are never stored. With few rows they are masked, so that x is not read several times.
-    # Otherwise they repeat its rows, because a mask takes three instructions for each copy.
-    IS_MASKED: tl.constexpr = FORMAT == "int4" and BLOCK_M == 16
-    x_mask = (row < rows)[:, None]
+    is_row = (row < rows)[:, None]
     x_offsets = (row % rows)[:, None] * x_stride + columns[None, :]
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
@@ -89,10 +101,7 @@ def _register_gemm_kernel(
         for step in tl.static_range(UNROLL):
             column = start + step * BLOCK_K
             words = tl.load(w_ptrs + column // PER_WORD)
-            if IS_MASKED:
-                inputs = tl.load(x + (x_offsets + column), mask=x_mask, other=0.0)
-            else:
-                inputs = tl.load(x + (x_offsets + column))
+            inputs = _load_inputs(x + (x_offsets + column), is_row, FORMAT)
             if group_scale is not None:
                 scales = tl.load(group_scale + w_row // ROW_BLOCK * groups + column // GROUP)
             else:

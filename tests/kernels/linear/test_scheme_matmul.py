@@ -323,24 +323,6 @@ def test_tiles_of_interleaved_int4(rows: int, n: int, k: int, name: str) -> None
     assert choose_tile(rows, n, k, 2, True).name == name
 
 
-@pytest.mark.parametrize(("rows", "n", "k", "name"), [
-    (1, 4096, 4096, "n4_b2048"), (8, 4096, 4096, "n16_k512"), (9, 4096, 4096, "f128_s4"), (64, 6144, 4096, "f128_s4"),
-    (32, 4096, 14336, "f128_s8"), (33, 4096, 14336, "f128_s4"), (9, 28672, 4096, "f128"), (64, 28672, 4096, "f128"),
-    (65, 4096, 4096, "m128_n64_s4"),
-])  # fmt: skip
-def test_tiles_of_fp8(rows: int, n: int, k: int, name: str) -> None:
-    assert choose_tile(rows, n, k, 1, True).name == name
-
-
-@pytest.mark.parametrize(("scheme", "k", "is_register_operand"), [
-    ("fp8_block", 256, True), ("fp8_channel", 256, True), ("fp8_block", 192, False), ("fp8_channel", 192, False),
-    ("int8", 256, False),
-])  # fmt: skip
-def test_which_8_bit_weights_the_register_gemm_takes(scheme: str, k: int, is_register_operand: bool) -> None:
-    weight = operands(scheme, list(SCHEMES[scheme].quantise(torch.randn(32, k))))
-    assert weight.is_register_operand == is_register_operand
-
-
 def test_operands_name_the_use_of_each_tensor() -> None:
     uses = {case: operands(CASES[case][0], weight_tensors(case)) for case in CASES}
     assert {case: (item.format, item.group, item.groups, item.row_block) for case, item in uses.items()} == {
