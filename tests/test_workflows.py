@@ -125,7 +125,7 @@ def test_bundles_for_other_gpus_are_signed_only_on_main_and_not_after_a_failed_s
     names = [
         step["with"]["name"] for job in (build, verify, publish) for step in job["steps"] if "artifact@" in step["uses"]
     ]
-    assert names == ["bundle-${{ matrix.gpu }}"] * 4, "built, read, replaced after the start, signed"
+    assert names == ["bundle-${{ matrix.gpu }}"] * 3, "built, read by the start, signed"
 
 
 def test_the_bundles_for_other_gpus_have_plans_that_fit_the_gpus(run_cli: RunCLI) -> None:

@@ -60,7 +60,7 @@ class SteadyRun(NamedTuple):
 
 @contextmanager
 def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterator[list[Sequence]]:
-    """Context manager: `count` sequences of `length` tokens that own KV blocks and a slot, released at the end."""
+    """Context manager: `count` sequences of `length` tokens with KV blocks and a slot each, released at the end."""
     slots, sequences = engine.scheduler.slots, []
     for index in range(count):
         blocks = engine.allocator.allocate(engine.allocator.blocks_for(length))

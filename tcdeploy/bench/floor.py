@@ -36,7 +36,7 @@ WARMUP_SECONDS = 0.3  # until clocks have risen
 REPEATS = 9
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
-FP8_SPEED = 2  # FLOP/s of FP8 tensor cores over those of 16-bit ones
+FP8_SPEED = 2  # peak FLOP/s of the tensor cores in FP8, divided by those in 16-bit formats
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 UNIFORM_ROUTING = (
@@ -142,7 +142,7 @@ def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> in
 
 
 def decode_floor(weights: WeightSizes, sequence_bytes: int, rates: Rates, batch: int) -> DecodeFloor:
-    """`sequence_bytes`: of KV cache and state that the step reads and writes for each of `batch` sequences."""
+    """`sequence_bytes`: KV cache and state that the step reads and writes for each of its `batch` sequences."""
     num_bytes = weights.bytes_read(batch) + batch * sequence_bytes
     return DecodeFloor(num_bytes, num_bytes / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
 
@@ -150,7 +150,7 @@ def decode_floor(weights: WeightSizes, sequence_bytes: int, rates: Rates, batch:
 def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes, in_fp8: bool = False) -> float | None:
     """The floor of prefilling one prompt: the larger of arithmetic and reading the weights.
 
-    `in_fp8`: FP8 tensor cores multiply, at FP8_SPEED times the measured rate.
+    `in_fp8`: the products run on FP8 tensor cores, at FP8_SPEED times the measured rate.
     """
     if not weights.has_floor:
         return None

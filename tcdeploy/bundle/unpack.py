@@ -162,7 +162,7 @@ def check_not_older(new: Path, existing: Path) -> None:
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
     """Whether the folder has this plan with exactly the bundle's files, undamaged.
 
-    False if only the bundle's manifest has results of a start: a build without the GPU has none.
+    False if the bundle's plan has run and the folder's plan has not: then the folder lacks the measurements of a start.
     """
     with contextlib.suppress(IntegrityError):
         local = read_manifest(manifest_path(folder, key))

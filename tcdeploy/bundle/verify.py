@@ -42,9 +42,9 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `built_for`: the GPU for which it was built on a machine without it; else "". `run_on`: the GPU on which a start of
-    such a plan has run it since, and its driver; else "". `untimed_choices`: the number of kernel configurations that
-    such a build could not time.
+    For a plan that was built on a machine without its GPU, `built_for` names that GPU, `untimed_choices` is the number
+    of choices that the build could not time, and `run_on` names the GPU and the driver of the last recorded start
+    ("" before the first start). For other plans, they are "", 0 and "".
 
     For a plan from a bundle, `paths_not_from_bundle` lists its files that the bundle does not contain, because a later
     start compiled them; `files_not_from_bundle` is their number.

@@ -48,10 +48,10 @@ def check_target_options(
 
 @contextlib.contextmanager
 def winners_folder(winners: Path | None, trusted_keys: Path | None, gpu: GPU) -> Iterator[Path | None]:
-    """A temporary folder with the autotuner results that a cache folder or a bundle has of plans on this GPU.
+    """A temporary folder with the autotuner results in a cache folder or bundle, of the plans for the same GPU model.
 
     A bundle need not be signed: its results are numbers, and no code of it is used. Raises as `open_bundle` and
-    `read_manifests`, and MismatchError if all plans are of other GPUs.
+    `read_manifests`, and MismatchError if all plans are for other GPUs.
     """
     if winners is None:
         yield None
@@ -85,10 +85,10 @@ def _results_of_bundle(winners: Path, trusted_keys: Path | None, gpu: GPU) -> It
 
 
 def _measured_files(winners: Path, manifests: Iterable[Manifest], target: GPU) -> set[FileRecord]:
-    """The autotuner results of the plans on this GPU. Raises MismatchError if there is no such plan.
+    """The autotuner results of the plans for the same GPU model. Raises MismatchError if there is no such plan.
 
-    The name of a result has the compute capability and the multiprocessors, but not the GPU: those of an H200 would be
-    taken as measured on an H100.
+    The file name of a result depends on the compute capability and the number of multiprocessors, but not on the GPU's
+    name. Without this check, results of an H200 would be used for an H100.
     """
     plans = [(parse_environment(manifest.environment).gpus[:1], manifest.files) for manifest in manifests]
     fitting = [files for gpus, files in plans if any(_is_same_gpu(gpu, target) for gpu in gpus)]
@@ -103,5 +103,5 @@ def _measured_files(winners: Path, manifests: Iterable[Manifest], target: GPU) -
 
 
 def _is_same_gpu(gpu: GPU, other: GPU) -> bool:
-    """The memory that torch reports differs between drivers."""
+    """Whether both are the same GPU model. The memory is not compared: what torch reports differs between drivers."""
     return replace(gpu, memory_bytes=other.memory_bytes) == other

@@ -46,8 +46,8 @@ def pack(
     The bundle contains exactly the files that a start without compilation used. If the plan's last start compiled
     something, it is started once more, and packing fails if that start compiles too. The bundle of a MODEL has its jit
     programs and its packages, unless --programs is given. With --target-gpu, packages are compiled for a GPU that this
-    machine does not have, and the bundle says that they have not run. A cache folder in which they have run since is
-    packed with what that start has measured.
+    machine does not have, and the bundle says that they have not run. If they have been started in a cache folder
+    since, its bundle has the measurements of that start.
     """
     from tcdeploy.bundle import pack as packing
     from tcdeploy.cache.folder.access import check_folder

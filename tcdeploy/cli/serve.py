@@ -100,8 +100,9 @@ def _run(
             from tcdeploy.start.prepare import prepare
 
             deployment = prepare(
-                recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=settings.start == "eager"
-            )
+                recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=settings.start == "eager",
+                serves=True,
+            )  # fmt: skip
             enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
             return deployment
 

@@ -239,7 +239,7 @@ def _enforce_hits(deployment: StartReport, packages: PackageResult | None) -> No
         state = "they are in the cache now" if deployment.is_recorded else "they are still not in the cache"
         hint = f"{state}; in CI, restore the cache folder of an earlier `tcdeploy warm`"
         if packages is not None and packages.plan_key:
-            hint = "these are jit programs; the folder has packages, which --programs auto uses: --programs aot"
+            hint = "these are jit programs; to start from the packages in the folder instead, add --programs aot"
         raise ThresholdError(
             f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}", hint
         )

@@ -35,8 +35,8 @@ from tcdeploy.engine.step.in_flight import (
 )
 from tcdeploy.engine.step.launch_timer import LaunchLock, LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.step.step_graphs import never
-from tcdeploy.engine.warm.timing import time_next_size
+from tcdeploy.engine.step.step_graphs import StepAbandoned, never
+from tcdeploy.engine.warm.timing import measure_step_costs, time_next_size
 from tcdeploy.errors import UsageError
 from tcdeploy.kernels.sampling.reference import Logprobs
 from tcdeploy.programs.stances import fail_on_recompile
@@ -47,16 +47,19 @@ live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Owns the open requests and the KV blocks. Not thread-safe.
 
-    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured. If steps are CUDA
+    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor timed. If steps are CUDA
     graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they do not compete for
     the GIL (thread/request_group.py).
     """
 
     def __init__(
         self, runner: ModelRunner, costs: StepCosts | None = None,
-        save_costs: Callable[[StepCosts], None] = lambda costs: None,
+        save_costs: Callable[[StepCosts], None] = lambda costs: None, measures_costs: bool = False,
     ) -> None:  # fmt: skip
-        """`save_costs` is called when all sizes have been captured and timed, if their times are new."""
+        """`save_costs` is called when all sizes have been captured and timed, if their times are new.
+
+        `measures_costs`: without `costs`, measure them while no request is open, before anything is captured.
+        """
         self.runner = runner
         self.runner.graphs.end_warmup()
         self.plan = plan = runner.plan
@@ -64,7 +67,7 @@ class Engine:
         # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
         self._launch_guard = self.launch_lock if plan.graphs == "step" else contextlib.nullcontext()
         self._timed_sizes: set[int] = set()  # sizes of prefill steps that were timed while idle
-        self.save_costs = save_costs
+        self.save_costs, self._measures_costs = save_costs, measures_costs
         self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(
@@ -171,8 +174,8 @@ class Engine:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
         Gives up, and returns True, soon after `must_stop` returns True: a capture before its next program, a timing
-        after its present step. If the capture fails or would compile, a warning is logged. Exceptions of a timed step
-        are raised.
+        after its present step, or a few steps later if costs are measured. If the capture fails or would compile, a
+        warning is logged. Exceptions of a timed step are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
@@ -186,7 +189,7 @@ class Engine:
     def _time_next_size(self, must_stop: Callable[[], bool]) -> bool:
         """Time a prefill step of one captured size. False if all are timed."""
         if self.clock is None:
-            return False
+            return self._measures_costs and self._measure_costs(must_stop)
         with self.runner.uncounted_steps():
             costs = time_next_size(
                 self.runner, self.clock.predictor.costs, self.allocator, self._timed_sizes, must_stop
@@ -195,6 +198,22 @@ class Engine:
             self.clock.predictor.costs = costs
             self.runner.graphs.skip_sizes(costs.slow_sizes)
         return costs is not None
+
+    def _measure_costs(self, must_stop: Callable[[], bool]) -> bool:
+        """Measure the costs of steps, which takes about a second. Always True: sizes can be timed afterwards."""
+
+        def stop_if_due() -> None:
+            if must_stop():
+                raise StepAbandoned
+
+        try:
+            with self.paused(self.allocator.capacity), self.runner.uncounted_steps():
+                costs = measure_step_costs(self.runner, stop_if_due)
+        except StepAbandoned:
+            return True
+        self.use_costs(costs)
+        self.save_costs(costs)
+        return True
 
     @property
     def wants_graph(self) -> bool:

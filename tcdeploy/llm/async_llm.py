@@ -126,7 +126,7 @@ class AsyncLLM:
         self._model = LoadedModel(deployments.pop())
 
     def _load(self) -> Deployment:
-        return prepare(self._recipe, self._progress, needs_tokenizer=True)
+        return prepare(self._recipe, self._progress, needs_tokenizer=True, serves=True)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AnswerStream:
         """The answer to a text or to a list of token ids. The request is submitted when the stream is first read.

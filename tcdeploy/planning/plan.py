@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of one slot in all layers; 0 if none keeps state in slots."""
+        """Bytes of one slot in all layers; 0 if no layer keeps state in slots."""
         return self.slot_bytes // max(self.slots + self.snapshots, 1)
 
     @property

@@ -20,9 +20,7 @@ from tcdeploy.programs.passes.post_grad import PostGradPass
 from tcdeploy.programs.programs import Program, ProgramKey, roles_of_call, run_region
 from tcdeploy.programs.roles import compiling, log_no_roles
 from tcdeploy.torch_compat.dynamo import compile_backend
-from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler, pass_options
-
-import_compiler()  # 3 s of imports that would otherwise count as compiling the first bucket
+from tcdeploy.torch_compat.inductor.custom_graph_pass import pass_options
 
 post_grad_pass = functools.cache(PostGradPass)  # torch compares options by value, and a pass by identity
 MAX_KINDS_PER_VARIANT = 12  # region kinds of one bucket and variant; torch's default recompile limit is 8 in total

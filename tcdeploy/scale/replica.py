@@ -100,7 +100,7 @@ def _deploy(settings: ReplicaSettings, progress: Progress) -> Deployment:
     from tcdeploy.start.prepare import prepare
 
     eager = settings.server.start == "eager"
-    return prepare(settings.recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
+    return prepare(settings.recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager, serves=True)
 
 
 def close_server(server: ModelServer) -> None:

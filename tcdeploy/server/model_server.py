@@ -6,8 +6,8 @@ Before /ready, warm-up requests pass through the routes and the engine, so that 
 of each kind. Without them, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
 docs/performance-log.md). They have separate metrics, but the counters of engine steps (`bucket_steps`) include theirs.
 Their seed is fixed, so the number of steps is the same in every start. None uses a grammar, because the grammar tables
-take 0.9 s for a large vocabulary, in which llguidance holds the GIL. They are built once no request has been open for
-GRAMMAR_IDLE_S after /ready, or by the first request that needs them.
+take 0.9 s for 128,000 tokens, in which llguidance holds the GIL. They are built when no request has been open for
+GRAMMAR_IDLE_S, counted from /ready on, or by the first request that needs them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ from tcdeploy.programs.passes.post_grad import op_source_digests
 from tcdeploy.start.auto_programs import resolve_planned
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.text.tokenizer import load_tokenizer
-from tcdeploy.torch_compat.inductor.settings import settings_digest, torch_settings
+from tcdeploy.torch_compat.inductor.settings import disabling_settings, settings_digest, torch_settings
 from tcdeploy.torch_compat.registry import missing_internals
 
 _import_stage.end()
@@ -360,3 +360,14 @@ def origin_of(planned: PlannedModel) -> Origin:
         recipe=dataclasses.asdict(planned.recipe), model_config=config_to_dict(planned.config),
         sources=op_source_digests(), torch_settings=torch_settings(), model_sources=model_sources(planned.fake_model),
     )  # fmt: skip
+
+
+def require_caches(plan: Plan) -> None:
+    """Raise UsageError if torch would neither find programs in the cache folder nor store them there."""
+    settings = disabling_settings() if plan.programs == "jit" else []  # tcdeploy itself stores packages
+    if settings:
+        raise UsageError(
+            f"{settings[0]} switches torch's compile caches off, so each start would compile every program, and the "
+            f"cache folder {plan.cache_dir} would stay empty",
+            f"unset {settings[0].partition('=')[0]}; to compile everything once more, use an empty --cache-dir",
+        )

@@ -68,10 +68,10 @@ class LoadedStart:
 
 
 class Warmed(NamedTuple):
-    """The buckets' records, the measured costs of steps, and the cache files that were used."""
+    """The buckets' records, the costs of steps unless they are measured later, and the cache files that were used."""
 
     records: list[BucketRecord]
-    costs: StepCosts
+    costs: StepCosts | None
     used_paths: list[str]
 
     @property
@@ -132,8 +132,16 @@ def warm(
         )  # fmt: skip
         runner.launch_sampling_kernels()
     runner.graphs.end_warmup()
-    request.progress.detail("times of steps")
-    return Warmed(records, find_step_costs(start, runner, records), tracker.paths())
+    costs = None
+    if not _measures_later(start):
+        request.progress.detail("times of steps")
+        costs = find_step_costs(start, runner, records)
+    return Warmed(records, costs, tracker.paths())
+
+
+def _measures_later(start: LoadedStart) -> bool:
+    """Whether the engine measures the costs of steps while it is idle: of programs that were built without the GPU."""
+    return start.request.serves and start.earlier is not None and not start.earlier.has_run
 
 
 def find_step_costs(start: LoadedStart, runner: ModelRunner, records: list[BucketRecord]) -> StepCosts:
@@ -235,7 +243,7 @@ def _make_manifest(
         workspace_bytes=workspace_bytes,
         is_first_start=is_first_start(),
         compiled_at=compilation_date(warmed.records, start.earlier),
-        step_costs=_costs_in_manifest(warmed.costs),
+        step_costs=_costs_in_manifest(warmed.costs) if warmed.costs is not None else None,
         blind=start.earlier.blind if start.earlier is not None else None,
     )
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from tcdeploy.host.stages import ImportStage, StageTimer
 
 # ruff: noqa: E402 - importing is a stage, and its seconds are reported
-from tcdeploy.start.decide import decide, origin_of  # before the stage below: it is a stage of its own
+from tcdeploy.start.decide import decide, origin_of, require_caches  # before the stage below: it is a stage of its own
 
 _import_stage = ImportStage()
 
 import dataclasses
 import gc
 import logging
+import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -41,7 +42,6 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.early_gpu import compiling_kernels_of, initializing_gpu
 from tcdeploy.engine.warm.program_setup import install_programs
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
-from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
@@ -58,10 +58,11 @@ from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
+from tcdeploy.programs.passes.post_grad import op_source_digests
 from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
-from tcdeploy.start.blind.first_start import check_first_start, report_other_targets
+from tcdeploy.start.blind.first_start import check_first_start, loading_reference_products, report_other_targets
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
@@ -72,11 +73,11 @@ from tcdeploy.start.sequence import run_start
 from tcdeploy.start.workers.parallel import CompileWorkers, start_workers
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.inductor.autotune_cache import relocate_autotune_cache
+from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler
 from tcdeploy.torch_compat.inductor.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor.installation_hashes import start_hashing
 from tcdeploy.torch_compat.inductor.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
-from tcdeploy.torch_compat.inductor.settings import disabling_settings
 from tcdeploy.torch_compat.triton.kernel import stop_recording_kernels
 from tcdeploy.torch_compat.triton.platform_key import patch_platform_key
 
@@ -114,14 +115,17 @@ class ModelCode:
             recipe, request.needs_tokenizer, jit_reason=request.jit_reason, policy=request.signing_policy
         )
         self._factors = factors if self.planned.plan.programs == "aot" else None
+        if self.planned.plan.programs == "jit":
+            import_compiler()  # before compilation may be refused
         self.prompts = _check_prompts(self.planned)
         return dataclasses.replace(self.planned, traced_model=None)  # the deployment keeps it
 
     def open_cache(self) -> StagingFolder:
         """Lease the plan, and begin to read the weights, if they are traced."""
         plan, traced = self.planned.plan, self.planned.traced_model
-        _require_caches(plan)
+        require_caches(plan)
         start_hashing()
+        threading.Thread(target=op_source_digests, daemon=True).start()  # for `origin`, while this thread waits
         self._staging = activate_plan(self.planned, plan.key)
         self._gpu_setup.close()
         if traced is not None:
@@ -140,8 +144,10 @@ class ModelCode:
             _refuse_cold_start(planned.plan, staging)
         elif not earlier.has_run:
             check_first_start(earlier, planned.environment, staging)
+            self._gpu_setup.enter_context(loading_reference_products(planned, self.prompts))
         compiles_here = self._is_cold and not request.eager
         if compiles_here:
+            import_compiler()  # otherwise its seconds would be those of the first bucket
             staging.link_headers()
         use_precompiled_headers(compiles_here, staging.headers_folder)
         self._workers = CompileWorkers(staging)
@@ -162,6 +168,7 @@ class ModelCode:
 
     def make_checker(self, tracker: FileAccessTracker) -> None:
         """Read the reference, or compute it."""
+        self._gpu_setup.close()
         planned, plan = self.planned, self.planned.plan
         with compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()
@@ -240,7 +247,7 @@ class ModelCode:
     def _may_add_files(self) -> bool:
         """Whether to add a file to the plan: not to those of a bundle, nor to a folder that cannot be written.
 
-        A bundle that was built without the GPU has no reference and no start record, so a start there adds them.
+        A bundle that was packed before its first start lacks the reference and the start record. Starts add them.
         """
         bundle, must_be_signed = self._staging.bundle, self._request.recipe.require_signed
         is_complete = bundle is not None and (must_be_signed or not bundle.lacks_measurements)
@@ -278,17 +285,6 @@ class ModelCode:
             architecture, config = self.planned.architecture, self.planned.config
             self.checker = ParityChecker(self.runner, architecture, config, progress=self._request.progress)
         self._uses_stored_reference = False
-
-
-def _require_caches(plan: Plan) -> None:
-    """Raise UsageError if torch would neither find programs in the cache folder nor store them there."""
-    settings = disabling_settings() if plan.programs == "jit" else []  # tcdeploy itself stores packages
-    if settings:
-        raise UsageError(
-            f"{settings[0]} switches torch's compile caches off, so each start would compile every program, and the "
-            f"cache folder {plan.cache_dir} would stay empty",
-            f"unset {settings[0].partition('=')[0]}; to compile everything once more, use an empty --cache-dir",
-        )
 
 
 def _refuse_cold_start(plan: Plan, staging: StagingFolder) -> None:
@@ -376,6 +372,7 @@ def compile_buckets(
     """
     planned = decide(recipe)
     count_start()
+    import_compiler()
     start_hashing()
     staging = activate_plan(planned, plan_key)
     restore_plan(staging, plan_key, rebuild=False)

@@ -35,6 +35,7 @@ class StartRequest:
     needs_tokenizer: bool = False
     eager: bool = False
     needs_model: bool = False
+    serves: bool = False
 
     @property
     def jit_reason(self) -> str:

@@ -34,6 +34,7 @@ def prepare(
     needs_tokenizer: bool = False,
     eager: bool = False,
     needs_model: bool = False,
+    serves: bool = False,
 ) -> Deployment:
     """Turn a recipe into a warmed deployment. Raises TcdeployError.
 
@@ -45,6 +46,8 @@ def prepare(
     eager: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
         it in the thread that then runs the engine.
     needs_model: do not start from packages, because the caller uses the model's modules.
+    serves: after the first start of programs that were built without the GPU, `Engine.capture_next_graph` times the
+        steps, which the start does otherwise. Call it while no request is open.
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
     TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING; raises torch._dynamo's recompile limits; registers
@@ -56,7 +59,7 @@ def prepare(
     if eager:
         check_eager_start(recipe)
     with default_progress() if progress is None else nullcontext(progress) as shown:
-        return _prepare(StartRequest(recipe, shown, measure, trusted_keys, needs_tokenizer, eager, needs_model))
+        return _prepare(StartRequest(recipe, shown, measure, trusted_keys, needs_tokenizer, eager, needs_model, serves))
 
 
 def _prepare(request: StartRequest) -> Deployment:

@@ -126,7 +126,7 @@ def run_start(source: Source, request: StartRequest) -> Deployment:
                 results["workspace_bytes"] = publish_manifest(start, warmed, source.files_to_list(start, warmed))
             results |= {"records": tuple(warmed.records), "is_recorded": not warmed.uncached_buckets}
             costs = warmed.costs
-        engine = Engine(source.runner, costs, partial(save_costs, staging, plan.key))
+        engine = Engine(source.runner, costs, partial(save_costs, staging, plan.key), measures_costs=swaps is None)
         seconds = dict(stages.seconds)  # an eager start adds the seconds of its swaps to the original
         return Deployment(
             planned=planned, engine=engine, stage_seconds=seconds, swaps=swaps,

@@ -7,6 +7,7 @@ beyond importing the module that should hold the name, and treat every failure o
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -53,15 +54,33 @@ def find(path: str) -> Any:
     return value
 
 
+def find_code(path: str) -> CodeType | None:
+    """The code of the function or class at "module:name.name", or None. Imports the module's packages, but not itself.
+
+    For modules that take long to import and that a start may not need.
+    """
+    module, _, names = path.partition(":")
+    try:
+        spec = importlib.util.find_spec(module)
+        loader: Any = spec and spec.loader
+        code: CodeType | None = loader.get_code(module)
+    except Exception:  # as in `find`
+        return None
+    for name in names.split("."):
+        parts = code.co_consts if code is not None else ()
+        code = next((part for part in parts if isinstance(part, CodeType) and part.co_name == name), None)
+    return code
+
+
 def is_imported(module: str) -> bool:
     """Whether this process has imported a module. Does not import it."""
     return module in sys.modules
 
 
 def mentions(owner: object, *words: str) -> bool:
-    """Whether the code of a function, or of a class's functions, uses all `words` as names or string constants."""
-    used_words = {word for function in _functions(owner) for word in _words(function.__code__)}
-    return used_words.issuperset(words)
+    """Whether a function, a class's functions, or what `find_code` found use all `words` as names or constants."""
+    codes = [owner] if isinstance(owner, CodeType) else [function.__code__ for function in _functions(owner)]
+    return {word for code in codes for word in _words(code)}.issuperset(words)
 
 
 def has_parameters(function: object, *names: str) -> bool:

@@ -55,7 +55,7 @@ def test_a_target_that_cannot_be_planned_is_refused(run_cli: RunCLI, flags: tupl
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_measurements_of_another_gpu_are_refused(tmp_path: Path, is_packed: bool, run_cli: RunCLI) -> None:
-    """Their names in Inductor's cache do not have the GPU: those of an H200 would be used for an H100."""
+    """Their file names do not depend on the GPU's name, so those of an H200 would be used for an H100."""
     gpu, winners = read_gpu_description("h200").gpu, tmp_path / "cache"
     made = make_small(winners, environment=dataclasses.asdict(as_installed(gpus=(gpu,))))
     if is_packed:

@@ -54,27 +54,27 @@ def make_prompts(runner: Any, window: int = 0) -> CheckPrompts:
 
 def test_long_prompts_run_alone_and_those_of_decode_rows_in_one_batch() -> None:
     runner: Any = FakeRunner()
-    *long, short = _batches(runner, make_prompts(runner))
+    *long, short = _batches(runner.plan, make_prompts(runner))
     assert [len(batch.token_ids) for batch in long] == [1] * NUM_LONG_PROMPTS
     assert len(short.token_ids) == 7 and {len(tokens) for tokens in short.token_ids} == {48}
 
 
 def test_on_a_gpu_all_passes_have_the_same_number_of_tokens() -> None:
     runner: Any = FakeRunner("cuda")
-    counts = {sum(map(len, batch.token_ids)) for batch in _batches(runner, make_prompts(runner))}
+    counts = {sum(map(len, batch.token_ids)) for batch in _batches(runner.plan, make_prompts(runner))}
     assert counts == {7 * 48}
 
 
 @pytest.mark.parametrize("changes", [{"context": 64}, {"context": 16}])
 def test_no_prompt_is_longer_than_the_context(changes: dict[str, int]) -> None:
     runner: Any = FakeRunner("cuda", (Bucket("prefill", 16), Bucket("decode", 8)), **changes)
-    lengths = [len(tokens) for batch in _batches(runner, make_prompts(runner)) for tokens in batch.token_ids]
+    lengths = [len(tokens) for batch in _batches(runner.plan, make_prompts(runner)) for tokens in batch.token_ids]
     assert max(lengths) <= changes["context"]
 
 
 def test_one_prompt_beyond_a_large_window_is_enough() -> None:
     runner: Any = FakeRunner("cuda", (Bucket("prefill", 4), Bucket("decode", 1)), context=8192)
-    (batch,) = _batches(runner, make_prompts(runner, window=4096))
+    (batch,) = _batches(runner.plan, make_prompts(runner, window=4096))
     assert len(batch.token_ids[0]) > 4096
 
 
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_computed_precisely_is_compared_with_eager_and_wa
     runner.errors = [RuntimeError("no kernel")]
     prompts = make_prompts(runner)
     references = compute_references(runner, prompts, "sdpa")
-    assert references.dtype == "bfloat16" and runner.passes == len(_batches(runner, prompts)) + 1
+    assert references.dtype == "bfloat16" and runner.passes == len(_batches(runner.plan, prompts)) + 1
     assert all(torch.equal(logits.precise, logits.eager.float()) for logits in references.rows.values())
     assert sum("fixed tolerances" in record.message for record in caplog.records) == 1
 
@@ -135,7 +135,7 @@ def test_tokens_of_small_decode_steps_keep_their_inputs_in_a_pass_of_their_own(m
     monkeypatch.setattr(reference, "rounded_inputs", record)
     references = compute_references(runner, prompts, "sdpa")
     assert {*references.rows} == {*prompts.all_prefixes()}
-    batches = _batches(runner, prompts)
+    batches = _batches(runner.plan, prompts)
     assert [len(batch.token_ids) for batch in batches] == [1] * (NUM_LONG_PROMPTS + 1) + [7]
     assert [mask.shape for mask in masks] == [(len(batch.token_ids), len(batch.token_ids[0])) for batch in batches]
     [mask] = [mask for mask in masks if not mask.all()]

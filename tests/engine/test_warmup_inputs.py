@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.engine.check import inputs
+from tcdeploy.engine.check.check_prompts import checked_rows
 from tcdeploy.engine.check.inputs import _packed_chunks, make_small_batch, make_timing_batch, timed_context
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.planning.plan import Bucket
@@ -63,3 +65,33 @@ def test_the_cache_is_filled_in_steps_of_the_largest_bucket_without_the_last_tok
             for position in range(start, stop)
         ]  # fmt: skip
         assert covered == list(range(511))
+
+
+@pytest.mark.parametrize(("changes", "steps"), [({}, 4 + 3), ({"context": 32}, 4 + 6), ({"slots": 65}, 16)])
+def test_rows_that_are_not_compared_are_filled_in_few_steps(changes: dict[str, int], steps: int) -> None:
+    """A step has 256 tokens and 4 prompts. 16 of 64 rows are compared, and rows with slots are filled one by one."""
+    runner = make_runner(**{"kv_blocks": 1000, "prefill_buckets": (Bucket("prefill", 256),), **changes})
+    lengths = [16 - row % 3 for row in range(64)]
+    batch = inputs._make_batch(runner, Bucket("decode", 64), [[row] * length for row, length in enumerate(lengths)])
+    written: dict[int, list[int]] = {}  # tokens by block
+    num_steps = 0
+
+    def run(step: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        assert len(step.chunks) <= 4 and sum(len(chunk.token_ids) for chunk in step.chunks) <= 256
+        for chunk in step.chunks:
+            assert chunk.start == 0 and len(chunk.token_ids) <= min(runner.plan.context, 16 * len(chunk.blocks))
+            for index, token in enumerate(chunk.token_ids):
+                written.setdefault(chunk.blocks[index // 16], []).append(token)
+
+    runner.run, runner.has_model = run, True
+    batch.fill_state()
+    assert num_steps == steps
+    for row, sequence in enumerate(batch.sequences):
+        [block] = sequence.blocks
+        tokens = written.pop(block)
+        assert len(tokens) >= len(sequence.token_ids) - 1
+        if row in checked_rows(batch.bucket, 64):
+            assert tokens == [row] * (len(sequence.token_ids) - 1)
+    assert not written

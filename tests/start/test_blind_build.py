@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tcdeploy.cache.record.manifest import Manifest, read_manifests
+from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_experts
+from tcdeploy.start.blind import build
 from tcdeploy.start.blind.build import copy_winners
 from tcdeploy.torch_compat.blind.cubin import architecture
 from tests.conftest import TINY, RunCLI
@@ -89,3 +95,55 @@ def test_pytorch_for_cpus_builds_nothing_for_a_gpu(run_cli: RunCLI, tmp_path: Pa
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert f"error: PyTorch {torch.__version__} is built for CPUs" in done.stderr
     assert not (tmp_path / "cache" / "manifests").exists()
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 128,
+    "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "max_position_embeddings": 1024, "decoder_sparse_step": 1, "mlp_only_layers": [], "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@needs_cuda_build
+@pytest.mark.long
+@pytest.mark.parametrize("quantize", [(), ("--quantize", "fp8")])
+def test_the_kernels_of_a_mixture_are_compiled(run_cli: RunCLI, tmp_path: Path, quantize: tuple[str, ...]) -> None:
+    """Also those that end a step, which no package contains: uncompiled experts read how many tokens each has."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
+    flags = (*SHAPES, *quantize, "--target-gpu", "h200", "--cache-dir", str(tmp_path / "cache"), "--json")
+    done = run_cli("warm", str(tmp_path / "model"), *flags, new=True)
+    assert done.returncode == 0, done.stderr
+    assert not [choice for choice in json.loads(done.stdout)["choices"] if "uncompiled steps" in choice]
+    [manifest] = read_manifests(tmp_path / "cache").values()
+    kernels = {Path(file.path).name for file in manifest.files if file.path.endswith(".cubin")}
+    assert {"_argmax_kernel.cubin", "_advance_kernel.cubin"} <= kernels
+
+
+def test_kernels_that_cannot_be_compiled_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("data-dependent\ndetails")
+
+    monkeypatch.setattr(build, "launch_kernels", fail)
+    monkeypatch.setattr(build, "CheckPrompts", lambda *_: None)
+    monkeypatch.setattr(build, "choices", {})
+    cleared: list[None] = []
+    builder: Any = SimpleNamespace(
+        plan=SimpleNamespace(buckets=()), planned=SimpleNamespace(architecture=None, config=None),
+        _fake_cuda=SimpleNamespace(tensors=lambda runs_ops: nullcontext()),
+        _tracker=SimpleNamespace(track=nullcontext),
+        _runner=SimpleNamespace(row_assignment=SimpleNamespace(clear=lambda: cleared.append(None))),
+    )  # fmt: skip
+    build._Builder._compile_kernels_of_checks(builder)
+    [choice] = build.choices
+    assert choice == "kernels of uncompiled steps: the first start on the GPU compiles them (data-dependent)"
+    assert cleared == [None]
+
+
+def test_experts_compute_again_after_the_kernels_of_the_checks() -> None:
+    hidden = torch.ones(3, 4)
+    with build._experts_without_values():
+        out = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION](None, hidden, None, None)
+    assert out.shape == hidden.shape and out.dtype == hidden.dtype
+    assert ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION] is run_experts

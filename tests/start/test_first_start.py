@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tcdeploy.cache.files.records import FileRecord, hash_files
 from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes
@@ -18,6 +19,7 @@ from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifest, 
 from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.planning.bucket_record import blind_record
 from tcdeploy.planning.gpu_description import GPUDescription, read_gpu_description
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.blind import first_start
 from tests.cache.test_manifest import MANIFEST
 from tests.conftest import PACKAGE_FLAGS, TINY, RunCLI
@@ -155,3 +157,34 @@ def test_a_file_that_is_no_kernel_is_not_examined(tmp_path: Path, monkeypatch: p
     manifest = built(tmp_path, one=90)
     extra = FileRecord("triton/one/kernel.ptx", 1, "a" * 64)
     check(dataclasses.replace(manifest, files=(*manifest.files, extra)), tmp_path, monkeypatch)
+
+
+def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
+    tmp_path: Path, filled_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tcdeploy.start import loaded_start, model_code
+    from tcdeploy.start.prepare import prepare
+
+    folder = Path(shutil.copytree(filled_packages, tmp_path / "cache"))
+    [path] = folder.glob("manifests/*.json")
+    manifest = read_manifest(path)
+    assert manifest is not None
+    records = tuple(blind_record(item.bucket, item.variant, 1.0, 1) for item in manifest.buckets)
+    files = tuple(file for file in manifest.files if not file.path.startswith(("aot/start-", "references/")))
+    blind = BlindBuild(H200, ())
+    write_manifest(path, dataclasses.replace(manifest, buckets=records, files=files, blind=blind, step_costs=None))
+    monkeypatch.setattr(model_code, "check_first_start", lambda *_: None)
+    monkeypatch.setattr(loaded_start, "measure_step_costs", None)  # a call of it raises
+    recipe = Recipe(model=TINY, device="cpu", buckets=(32,), batch_sizes=(4,), programs="aot", cache_dir=str(folder))
+    deployed = prepare(recipe, serves=True)
+    assert {item.outcome for item in deployed.records} <= {"hit", "reused"} and deployed.engine.clock is None
+    manifest = read_manifest(path)
+    assert manifest is not None and manifest.has_run and manifest.step_costs is None
+    assert deployed.engine.capture_next_graph()
+    assert deployed.engine.clock is not None
+
+
+def test_products_have_the_shapes_of_the_model_with_packed_layers_as_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 70_000))
+    assert first_start.product_shapes(model, (("0", "1"), ("0", "gone"))) == {(20, 8), (8, 16)}
+    assert first_start.product_shapes(model, ()) == {(16, 8), (4, 8), (8, 16)}

@@ -1,4 +1,4 @@
-"""What the first start of a build without the GPU has measured is packed, and bundles keep where they were built."""
+"""Bundles that are packed after the first start of a build without the GPU: their measurements and their header."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.cache.test_manifest import MANIFEST
 from tests.conftest import PACKAGE_FLAGS, TINY, RunCLI, cli_environment
 from tests.start.test_first_start import H200, as_built
 
-# A start on this CPU that takes it for the GPU of the build.
+# A start on this CPU, in which the check of the GPU sees the GPU of the build.
 FIRST_START = """
 import sys
 from tcdeploy.planning.gpu_description import read_gpu_description

@@ -9,6 +9,7 @@ import pytest
 
 from tcdeploy.cache.folder.layout import manifest_path
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.deployment import Deployment
@@ -64,3 +65,29 @@ def test_the_next_start_knows_the_sizes_that_an_idle_server_has_timed(cache_dir:
 def test_sizes_timed_while_idle_have_a_time(idle_sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="are not all timed"):
         StepCosts(((128, 7.0),), ((1, 5.0),), idle_sizes=idle_sizes)
+
+
+def test_costs_that_a_start_has_not_measured_are_measured_while_idle(cache_dir: str) -> None:
+    deployed = start(cache_dir)
+    runner, key = deployed.engine.runner, deployed.plan.key
+    path = manifest_path(cache_dir, key)
+    before = manifest_of(deployed, cache_dir)
+    write_manifest(path, dataclasses.replace(before, step_costs=None))
+    engine = Engine(runner, None, deployed.engine.save_costs, measures_costs=True)
+    stops = iter([False] * 3)
+    assert engine.capture_next_graph(lambda: next(stops, True)), "a request came before the fourth timing"
+    assert engine.clock is None and engine.runner.reserved_blocks is None and not engine.has_work
+    assert engine.capture_next_graph()
+    assert engine.clock is not None and runner.row_assignment.is_empty
+    assert engine.allocator.num_allocatable == engine.allocator.capacity
+    save(deployed, engine.clock.predictor.costs)
+    assert manifest_of(deployed, cache_dir).step_costs is not None
+    assert costs_of(start(cache_dir)) == engine.clock.predictor.costs
+    write_manifest(path, before)
+
+
+def test_an_engine_without_costs_measures_none_unless_it_should(cache_dir: str) -> None:
+    engine = Engine(start(cache_dir).engine.runner)
+    while engine.capture_next_graph():
+        pass
+    assert engine.clock is None

@@ -13,10 +13,12 @@ from torch._inductor import cpu_vec_isa
 
 from tcdeploy.cache.files import usage
 from tcdeploy.cache.files.usage import FileAccessTracker
-from tcdeploy.programs.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.dynamo.compile_refusal import CompilationRefused, refusing
+from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler
 from tcdeploy.torch_compat.inductor.vector_tests import FUNCTION_SUFFIX
+
+import_compiler()  # as a start with jit programs does
 
 
 def test_inductor_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tcdeploy.torch_compat.internal import find, has_parameters, mentions
+from tcdeploy.torch_compat.internal import find, find_code, has_parameters, mentions
 from tcdeploy.torch_compat.registry import INTERNALS, missing_internals
 
 
@@ -54,3 +56,25 @@ def test_the_installed_versions_lack_nothing() -> None:
     """Fails when an installed package moves a name: repair its file, or accept the loss and document it there."""
     assert missing_internals() == ()
     assert all(internal.consequence and not internal.consequence.endswith(".") for internal in INTERNALS)
+
+
+def test_code_is_found_without_importing_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "raise RuntimeError\nclass Cache:\n    def look_up(self):\n        return 'cache_hit'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mentions(find_code("slow_to_import:Cache"), "cache_hit", "look_up")
+    assert mentions(find_code("slow_to_import:Cache.look_up"), "cache_hit")
+    for path in ("slow_to_import:Cache.gone", "slow_to_import:gone", "no_such_module:x", "no_such_package.module:x"):
+        assert find_code(path) is None and not mentions(find_code(path), "cache_hit")
+    assert "slow_to_import" not in sys.modules
+
+
+def test_the_checks_do_not_import_inductors_compiler() -> None:
+    """It takes 0.7 s, and a start that loads packages and compiles nothing does without it."""
+    code = (
+        "import sys, tcdeploy.start.model_code; from tcdeploy.torch_compat.registry import missing_internals;"
+        "assert missing_internals() == (); print('torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

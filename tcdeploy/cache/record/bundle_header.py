@@ -60,7 +60,7 @@ class Header:
 
     @property
     def has_run(self) -> bool:
-        """Whether a start has run each plan of the bundle."""
+        """Whether each plan of the bundle has been started before it was packed."""
         return all(manifest.has_run for manifest in self.manifests.values())
 
     @property
@@ -92,7 +92,7 @@ class CheckedHeader:
 
     @property
     def lacks_measurements(self) -> bool:
-        """Whether the plan was packed before a start has run it: without a reference, a start record and timings."""
+        """Whether the plan was packed before its first start: without a reference, a start record and timings."""
         return not self.header.manifest.has_run
 
 
@@ -157,7 +157,7 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
 def rollback_reason(new: Header, existing: Header) -> str:
     """Why the new bundle is older than one of the same plan; empty if it is not. One without a date is the oldest.
 
-    Of two bundles with the same programs, built without the GPU, one that was packed before their first start is older.
+    Of two bundles of one build without the GPU, the one that was packed before the first start is older.
     """
     date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
     if date == existing_date and existing.manifest.has_run and not new.manifest.has_run:

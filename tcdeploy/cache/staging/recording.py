@@ -59,7 +59,7 @@ def publish(staging: StagingFolder, manifest: Manifest) -> None:
 
 
 def replace_step_costs(staging: StagingFolder, plan_key: str, step_costs: dict[str, Any]) -> None:
-    """Store the times of prefill steps that a server has measured since its start, in the plan's manifest.
+    """Store what a server has measured since its start in the plan's manifest: times of prefill steps, or all costs.
 
     Does nothing if the manifest has other costs beside these times: then another process has measured them, perhaps
     with other programs. Raises SpaceError, TcdeployError and OSError.
@@ -67,11 +67,11 @@ def replace_step_costs(staging: StagingFolder, plan_key: str, step_costs: dict[s
     folder = staging.target
     with folder_lock(folder), translate_os_errors(folder):
         manifest = read_manifest(path := manifest_path(folder, plan_key))
-        if manifest is None or manifest.step_costs is None:
+        if manifest is None:
             return
-        times = dict.fromkeys(IDLE_TIMES)
+        times, known = dict.fromkeys(IDLE_TIMES), manifest.step_costs
         # Compared as JSON: the parsed manifest has lists where the new costs have tuples.
-        before, after = (json.dumps({**costs, **times}, sort_keys=True) for costs in (manifest.step_costs, step_costs))
+        before, after = (json.dumps({**costs, **times}, sort_keys=True) for costs in (known or step_costs, step_costs))
         if before == after:
             write_manifest(path, replace(manifest, step_costs=step_costs))
 

@@ -10,11 +10,12 @@ several times, but a check reads only the first run of a decode step after `fill
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
+from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix, checked_rows
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.slots import SlotAllocator
@@ -49,8 +50,16 @@ class WarmupBatch(NamedTuple):
         return self.runner.run(StepBatch(num_decoding=len(self.sequences)))
 
     def fill_state(self) -> None:
-        """Write the keys, values and slots of all but each sequence's last token, by eager packed prefills."""
-        self._fill_state([len(sequence.token_ids) - 1 for sequence in self.sequences])
+        """Write the keys, values and slots of all but each sequence's last token, by eager packed prefills.
+
+        Blocks of rows whose logits are not compared get those of other prompts (`_joined_rows`).
+        """
+        checked = set(checked_rows(self.bucket, len(self.sequences)))
+        compared, others = list[Sequence](), list[Sequence]()
+        for row, sequence in enumerate(self.sequences):
+            (compared if row in checked else others).append(sequence)
+        sequences = [*compared, *_joined_rows(others, self.plan)]
+        self._fill_state(sequences, [len(sequence.token_ids) - 1 for sequence in sequences])
 
     def run_in_two_chunks(self) -> StepOutput:
         """Prefill the first sequence: its beginning eagerly, and the rest, at most half of it, in the bucket.
@@ -60,7 +69,7 @@ class WarmupBatch(NamedTuple):
         sequence, *decoding = self.sequences
         length = len(sequence.token_ids)
         start = length - min(self.bucket.size - len(decoding), length // 2)
-        self._fill_state([start, *(len(other.token_ids) - 1 for other in decoding)])
+        self._fill_state(self.sequences, [start, *(len(other.token_ids) - 1 for other in decoding)])
         self.runner.row_assignment.apply(prefilled_rows(decoding))
         return self.runner.run(
             StepBatch(
@@ -72,9 +81,9 @@ class WarmupBatch(NamedTuple):
             )
         )
 
-    def _fill_state(self, lengths: list[int]) -> None:
+    def _fill_state(self, sequences: list[Sequence], lengths: list[int]) -> None:
         with force_eager():
-            for chunks in _packed_chunks(self.sequences, lengths, self.plan):
+            for chunks in _packed_chunks(sequences, lengths, self.plan):
                 self.runner.run(prompt_batch(chunks, early_size_from=self._early_size_from))
 
     @property
@@ -133,6 +142,26 @@ def _make_batch(
             sequence.slot = slots.allocate()
         sequences.append(sequence)
     return WarmupBatch(runner, bucket, sequences)
+
+
+def _joined_rows(rows: list[Sequence], plan: Plan) -> list[Sequence]:
+    """Sequences that fill the blocks of several rows each, so that few steps fill those of many rows.
+
+    A step packs 8 prompts: for 256 rows, 32 eager steps took 1.3 s (8B shape, H200). Rows with a slot are not joined,
+    because each slot has one sequence.
+    """
+    rows_per_step = min(plan.context, plan.prefill_buckets[-1].size) // plan.block_size
+    if plan.slots or rows_per_step < 2 or len(rows) < 2:
+        return rows
+    joined = []
+    for start in range(0, len(rows), rows_per_step):
+        some = rows[start : start + rows_per_step]
+        blocks = [block for row in some for block in row.blocks]
+        count = min(len(blocks) * plan.block_size, plan.context)
+        tokens = [token for row in some for token in row.token_ids]
+        token_ids = list(itertools.islice(itertools.cycle(tokens), count))
+        joined.append(Sequence(0, token_ids, count, SamplingParams(), blocks=blocks))
+    return joined
 
 
 def _packed_chunks(sequences: list[Sequence], lengths: list[int], plan: Plan) -> Iterator[list[Chunk]]:

@@ -74,7 +74,7 @@ def compute_references(
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
     has_fp8 = runner.plan.kv_dtype == FP8_KV or runner.plan.fp8_min_rows > 0
     num_sampled = MORE_SAMPLED_ROWS if has_experts or has_fp8 else SAMPLED_ROWS
-    batches = _batches(runner, prompts)
+    batches = _batches(runner.plan, prompts)
     for number, batch in enumerate(batches, 1):
         token_ids, positions = batch.token_ids, batch.positions
         progress.step(number, len(batches), f"{sum(map(len, token_ids))} tokens")
@@ -117,7 +117,7 @@ def reference_changed(
     runner: ModelRunner, prompts: CheckPrompts, references: ReferenceLogits, attn_implementation: str
 ) -> bool:
     """Whether something has changed the weights or the modules: eager logits of most rows of the last batch differ."""
-    batch = _batches(runner, prompts)[-1]
+    batch = _batches(runner.plan, prompts)[-1]
     with batch.rounded_inputs(runner):
         logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
     pairs = [(logits[prompt, row].cpu(), references.rows[prefix].eager) for prefix, prompt, row in batch.rows()]
@@ -125,6 +125,11 @@ def reference_changed(
     rounding, _ = ROUNDING[runner.plan.compute_dtype]
     difference = (now - before).abs().amax(dim=-1).median().item()
     return not difference <= rounding * before.abs().max().item()
+
+
+def tokens_per_pass(plan: Plan, prompts: CheckPrompts) -> int:
+    """The number of tokens of most passes."""
+    return sum(map(len, _batches(plan, prompts)[-1].token_ids))
 
 
 class _Batch(NamedTuple):
@@ -155,7 +160,7 @@ class _Batch(NamedTuple):
                 yield prefix, number, rows[prefix.length - 1]
 
 
-def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
+def _batches(plan: Plan, prompts: CheckPrompts) -> list[_Batch]:
     """Each long prompt alone, and then all others in one batch.
 
     A prompt is computed once more for each prefix whose last token keeps its inputs (see PromptPrefix). Prompts are
@@ -171,11 +176,11 @@ def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
     batches = [*long, short] if short else long
     tokens = [len(batch) * max(group[-1].length for group in batch) for batch in batches]
     common = 0
-    if runner.plan.device == "cuda":
+    if plan.device == "cuda":
         common = max((count for count in tokens if count <= MAX_PROMPT_TOKENS), default=0)
         common += -common % max(len(short), 1)
     lengths = [max(count, common) // len(batch) for batch, count in zip(batches, tokens, strict=True)]
-    lengths = [min(length, runner.plan.context) for length in lengths]
+    lengths = [min(length, plan.context) for length in lengths]
     return [
         _Batch([prompts.token_ids(group[-1]._replace(length=length)) for group in batch], batch)
         for batch, length in zip(batches, lengths, strict=True)

@@ -7,6 +7,8 @@ mostly do not hold the GIL.
 launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill steps launch the same attention
 kernels. Compiled decode steps may launch others, because of programs/passes/ and kernels/linear/; these are compiled at
 their first launch.
+
+`loading_products` multiplies matrices of the model's shapes, so that the reference finds cuBLAS's kernels loaded.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
+from torch.nn import functional
 
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.inputs import make_small_batch
 from tcdeploy.engine.check.parity import compare_logits, greedy_tokens, outlier_rows
 from tcdeploy.engine.check.parity_check import run_check_steps
+from tcdeploy.engine.check.precise_math import split_gemm
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
@@ -70,6 +74,33 @@ def _use_libraries(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
+def loading_products(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> Iterator[None]:
+    """Load the GEMM kernels of a reference in a thread while the block runs, which cuBLAS does at their first use.
+
+    `shapes`: [n, k] of the weights. `rows`: of the activations.
+    """
+    thread = threading.Thread(target=_multiply, args=(shapes, rows, dtype), name="gpu-products")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@torch.no_grad()
+def _multiply(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> None:
+    """As the passes of engine/check/reference.py do in both precisions."""
+    try:
+        for n, k in shapes:
+            activations, weight = (torch.zeros(size, k, dtype=dtype, device="cuda") for size in (rows, n))
+            functional.linear(activations[None], weight)
+            if dtype == torch.bfloat16:
+                split_gemm(activations.float(), weight.T)
+    except Exception as error:  # such as too little memory: then the reference loads them
+        log.debug("products were not loaded in advance: %s", error)
+
+
+@contextlib.contextmanager
 def compiling_kernels_of(
     runner: ModelRunner, buckets: Collection[Bucket], prompts: CheckPrompts, tracker: FileAccessTracker,
     samples: bool = True,
@@ -92,19 +123,24 @@ def compiling_kernels_of(
 def precompile_kernels(
     runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool = True
 ) -> None:
-    """Launch the kernels of the buckets' checks, of the CUDA graphs captured before the first request, and of sampling.
-
-    An exception is logged, not raised: if its cause persists, a later step of the start raises it.
-    """
+    """As `launch_kernels`. An exception is logged, not raised: if its cause persists, a later step raises it."""
     try:
-        with runner.uncounted_steps():
-            for bucket in buckets:
-                _launch_kernels_of(runner, bucket, prompts)
-            if samples:
-                runner.launch_sampling_kernels()
+        launch_kernels(runner, buckets, prompts, samples)
     except Exception as error:  # of torch, Triton or CUDA, which share no base class
         log.info("not all kernels are compiled in advance: %s", error)
     runner.row_assignment.clear()
+
+
+def launch_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool) -> None:
+    """Launch the kernels of the buckets' checks, of the CUDA graphs captured before the first request, and of sampling.
+
+    Leaves sequences in the decode rows.
+    """
+    with runner.uncounted_steps():
+        for bucket in buckets:
+            _launch_kernels_of(runner, bucket, prompts)
+        if samples:
+            runner.launch_sampling_kernels()
 
 
 def _launch_kernels_of(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> None:

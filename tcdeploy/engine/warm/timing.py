@@ -18,6 +18,7 @@ from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.step_graphs import never
+from tcdeploy.kernels.attention.metadata import do_nothing
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.programs.stances import force_eager
 
@@ -121,17 +122,26 @@ def _measure_prefill_ms(
             allocator.release(sequence.blocks)
 
 
-def measure_step_costs(runner: ModelRunner) -> StepCosts:
-    """Time the steps of all buckets briefly, dynamic ones at each captured size, and the effect of a long context."""
+def measure_step_costs(runner: ModelRunner, before_timing: Callable[[], None] = do_nothing) -> StepCosts:
+    """Time the steps of all buckets briefly, dynamic ones at each captured size, and the effect of a long context.
+
+    `before_timing` is called before each of some 20 timings, and may raise to end the measurement.
+    """
     plan = runner.plan
+
+    def step_ms(bucket: Bucket, length: int) -> float:
+        before_timing()
+        return measure_step_ms(runner, bucket, limits=BRIEF, length=length)
+
     prefill_ms: dict[int, float] = {}
     for bucket in plan.prefill_buckets:
         captured = runner.step_sizes(0) if bucket.min_size and runner.graphs.is_captured(bucket) else ()
         for size in captured or (bucket.size,):
-            prefill_ms[size] = measure_step_ms(runner, bucket, limits=BRIEF, length=size)
+            prefill_ms[size] = step_ms(bucket, size)
     largest = plan.decode_buckets[-1]
     context = timed_context(plan, largest)
-    decode_ms = {b.size: measure_step_ms(runner, b, limits=BRIEF, length=context) for b in plan.decode_buckets}
+    decode_ms = {bucket.size: step_ms(bucket, context) for bucket in plan.decode_buckets}
+    before_timing()
     prefix_pair_ms, prefix_token_ms = _measure_prefix(runner)
     costs = StepCosts(
         prefill_ms=tuple(sorted(prefill_ms.items())),

@@ -144,9 +144,9 @@ def check_variant(
 
 def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
     """Compile the bucket's step with `variant`, and capture it if the plan uses a CUDA graph for it."""
-    # Before the engine or Inductor captures a graph, an extra run completes lazy initialisation.
+    # Before the engine or Inductor captures a graph, an extra run completes lazy initialisation of jit programs.
     uses_graph = batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
-    runs = RUNS_BEFORE_CAPTURE if uses_graph else 1
+    runs = RUNS_BEFORE_CAPTURE if uses_graph and batch.plan.programs == "jit" else 1
     return capture_variant(batch, variant, run_variant(batch, variant, runs))
 
 

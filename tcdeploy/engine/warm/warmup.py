@@ -170,8 +170,6 @@ def _warm_bucket(
         torch.cuda.reset_peak_memory_stats()
     before = read_counts()
     batch = checker.make_batch(bucket)
-    if not bucket.is_prefill and compiled is None:  # otherwise this batch does not run
-        batch.fill_state()
     has_more_time = plan.tune_seconds > previous.tune_seconds
     tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
     if compiled is not None:

@@ -64,7 +64,7 @@ class Admission:
         self._idle_since = time.monotonic()
 
     def idle_seconds(self) -> float:
-        """Seconds since `open`, or since the last request ended; 0 while one is open, and before `open`."""
+        """Seconds since the later of `open` and the end of the last request; 0 before `open` and during requests."""
         return 0.0 if self.num_admitted else max(0.0, time.monotonic() - self._idle_since)
 
     def reject(self, reason: str, message: str) -> None:

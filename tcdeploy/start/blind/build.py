@@ -12,14 +12,19 @@ Not built: CUDA graphs, the reference, step costs, start records, kernels of oth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tcdeploy.cache.files.records import WINNER_SUFFIX, hash_files
 from tcdeploy.cache.files.usage import FileAccessTracker
@@ -28,11 +33,12 @@ from tcdeploy.cache.staging.recording import publish
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED
 from tcdeploy.engine.step.batch import GraphKey
-from tcdeploy.engine.warm.early_gpu import precompile_kernels
+from tcdeploy.engine.warm.early_gpu import launch_kernels
 from tcdeploy.engine.warm.program_setup import install_programs, traced_layers
 from tcdeploy.errors import CompileError, UsageError
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.kernels.custom_op import NAMESPACE, implementations
+from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_experts
 from tcdeploy.planning.bucket_record import BucketRecord, blind_record
 from tcdeploy.planning.gpu_description import GPUDescription
 from tcdeploy.planning.plan import Bucket
@@ -46,6 +52,7 @@ from tcdeploy.start.blind.package_forward import BlindForward
 from tcdeploy.start.decide import decide, origin_of
 from tcdeploy.start.model_code import activate_plan, load_runner
 from tcdeploy.start.planned import PlannedModel
+from tcdeploy.torch_compat.blind.device import choices
 from tcdeploy.torch_compat.blind.fake_cuda import FakeCuda
 from tcdeploy.torch_compat.blind.launches import CapturedShapes, launch_while_compiling
 from tcdeploy.torch_compat.dynamo.compile_threads import without_compile_workers
@@ -54,11 +61,10 @@ log = logging.getLogger("tcdeploy.start")
 CompileBucket: TypeAlias = Callable[[Bucket], None]
 
 
-def build_plan(recipe: Recipe, target: GPUDescription, winners: Path | None, choices: Iterable[str]) -> tuple[str, str]:
+def build_plan(recipe: Recipe, target: GPUDescription, winners: Path | None) -> tuple[str, str]:
     """Build the plan of a recipe for `target`, and write its manifest. Returns its key and its cache folder.
 
-    `winners`: a folder with autotuner results of Inductor, used instead of its defaults. `choices`: read after the
-    build, what was chosen without timing it. Raises TcdeployError.
+    `winners`: a folder with autotuner results of Inductor, used instead of its defaults. Raises TcdeployError.
     """
     planned = _decide(recipe, target)
     builder = _Builder(planned, winners)
@@ -93,10 +99,7 @@ class _Builder:
             self._runner = load_runner(without_values)
 
     def build(self) -> list[BucketRecord]:
-        log.info("kernels of the parity check")  # whose steps run the model's own code
-        prompts = CheckPrompts(self.plan, self.planned.architecture, self.planned.config, FIRST_SEED)
-        with self._fake_cuda.tensors(runs_ops=True), self._tracker.track():
-            precompile_kernels(self._runner, self.plan.buckets, prompts, samples=False)
+        self._compile_kernels_of_checks()
         compile_bucket = self._use_packages() if self.plan.programs == "aot" else self._use_jit_programs()
         records = []
         for number, bucket in enumerate(self.plan.buckets, 1):
@@ -105,6 +108,18 @@ class _Builder:
         with self._fake_cuda.tensors(runs_ops=True), self._tracker.track():
             self._runner.launch_sampling_kernels()
         return records
+
+    def _compile_kernels_of_checks(self) -> None:
+        """And those that end each step. These steps run the model's own code, which may depend on values."""
+        log.info("kernels of the parity check")
+        prompts = CheckPrompts(self.plan, self.planned.architecture, self.planned.config, FIRST_SEED)
+        with self._fake_cuda.tensors(runs_ops=True), self._tracker.track(), _experts_without_values():
+            try:
+                launch_kernels(self._runner, self.plan.buckets, prompts, samples=False)
+            except Exception as error:  # of torch, Triton or the model, which share no base class
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                choices[f"kernels of uncompiled steps: the first start on the GPU compiles them ({reason})"] = None
+            self._runner.row_assignment.clear()
 
     def _build_bucket(self, bucket: Bucket, compile_bucket: CompileBucket) -> BucketRecord:
         variant = untimed_variants(self.plan.variants(bucket))[0]
@@ -156,6 +171,20 @@ class _Builder:
             buckets=tuple(records), files=files, compiled_at=int(time.time()), blind=blind,
         )  # fmt: skip
         publish(self.staging, manifest)
+
+
+@contextlib.contextmanager
+def _experts_without_values() -> Iterator[None]:
+    """Uncompiled experts compute nothing: they launch no kernel of ours, and read how many tokens each expert has."""
+
+    def run(module: Any, hidden_states: Tensor, *_: Tensor) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, run)
+    try:
+        yield
+    finally:
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, run_experts)
 
 
 def copy_winners(source: Path, staging: Path) -> None:

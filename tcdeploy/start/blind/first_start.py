@@ -6,17 +6,25 @@ not find the plan. Other values of a description decide how kernels are compiled
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifests
 from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.engine.check.check_prompts import CheckPrompts
+from tcdeploy.engine.check.reference import tokens_per_pass
+from tcdeploy.engine.warm.early_gpu import loading_products
 from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.gpu_description import GPUDescription, describe_first_gpu
 from tcdeploy.planning.plan import Plan
+from tcdeploy.start.planned import PlannedModel
 from tcdeploy.torch_compat.blind.cubin import architecture
 
 # Fields of a description on which compiled code depends. The memory that torch reports differs between drivers, and
@@ -25,6 +33,7 @@ COMPILED_FIELDS = (
     "name", "capability", "multiprocessors", "l2_bytes", "shared_bytes_per_block", "shared_bytes_per_multiprocessor",
     "registers_per_multiprocessor", "threads_per_multiprocessor",
 )  # fmt: skip
+MAX_PRODUCT_ROWS = 65_536  # of weights; a vocabulary has more
 HINT = "build for this GPU: tcdeploy doctor --describe-gpu > GPU.json, then tcdeploy warm MODEL --target-gpu GPU.json"
 log = logging.getLogger("tcdeploy.start")
 
@@ -52,6 +61,27 @@ def check_description(build: BlindBuild, here: GPUDescription) -> None:
                 f"the programs were compiled for a GPU whose {name} is {described}, and that of {here.name} is {found}",
                 HINT,
             )
+
+
+def loading_reference_products(planned: PlannedModel, prompts: CheckPrompts) -> contextlib.AbstractContextManager[None]:
+    """Load the GEMM kernels of the reference while the model is loaded: other starts read it, or compile meanwhile."""
+    plan = planned.plan
+    shapes = product_shapes(planned.fake_model, planned.architecture.packed_linears)
+    dtype = getattr(torch, plan.compute_dtype)
+    if plan.device != "cuda":
+        return contextlib.nullcontext()
+    return loading_products(shapes, tokens_per_pass(plan, prompts), dtype)
+
+
+def product_shapes(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> set[tuple[int, int]]:
+    """[n, k] of the weights of linear layers, packed ones as one, without the head, which multiplies few rows."""
+    sizes = {
+        path: (module.out_features, module.in_features)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features <= MAX_PRODUCT_ROWS
+    }
+    groups = [[sizes.pop(path) for path in paths] for paths in packed_linears if sizes.keys() >= set(paths)]
+    return {*sizes.values(), *((sum(n for n, _ in group), group[0][1]) for group in groups)}
 
 
 def architecture_of(target: GPUDescription) -> int:

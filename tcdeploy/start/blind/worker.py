@@ -54,7 +54,7 @@ def _build(recipe: Recipe, target: GPUDescription, winners: Path | None) -> dict
         device.pretend(target, stub)
         from tcdeploy.start.blind.build import build_plan  # imports torch's compiler
 
-        plan_key, cache_dir = build_plan(recipe, target, winners, device.choices)
+        plan_key, cache_dir = build_plan(recipe, target, winners)
     return {
         "plan_key": plan_key, "cache_dir": cache_dir, "seconds": time.perf_counter() - start,
         "choices": list(device.choices),

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from tcdeploy.torch_compat.internal import find, internal, is_imported, mentions
+from tcdeploy.torch_compat.internal import find, find_code, internal, is_imported, mentions
 
 COMPILE_FX = "torch._inductor.compile_fx"
 FUNCTION = "fx_codegen_and_compile"
@@ -31,7 +31,9 @@ class CompilationRefused(BaseException):  # noqa: N818 - not an Exception: torch
 
 @internal("compile refusal", f"{COMPILE_FX}.{FUNCTION}", "--no-compile cannot be used")
 def supported() -> bool:
-    return callable(find(f"{COMPILE_FX}:{FUNCTION}")) and mentions(find(f"{COMPILE_FX}:_compile_fx_inner"), FUNCTION)
+    """Whether Inductor has this function, and calls it by its global name."""
+    is_called = mentions(find_code(f"{COMPILE_FX}:_compile_fx_inner"), FUNCTION)
+    return is_called and find_code(f"{COMPILE_FX}:{FUNCTION}") is not None
 
 
 def check(what: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from tcdeploy.torch_compat.internal import find, internal, mentions
+from tcdeploy.torch_compat.internal import find, find_code, internal, mentions
 
 KEY = "eager_input_vals"
 
@@ -17,7 +17,7 @@ KEY = "eager_input_vals"
 def supported() -> bool:
     """Whether tracing records the values, and Inductor's lowering reads them."""
     return mentions(find("torch.fx.experimental.proxy_tensor:PythonKeyTracer"), KEY) and mentions(
-        find("torch._inductor.graph:GraphLowering"), KEY
+        find_code("torch._inductor.graph:GraphLowering"), KEY
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tcdeploy.torch_compat.internal import find, has_parameters, internal, mentions
+from tcdeploy.torch_compat.internal import find, find_code, internal, mentions
 
 KERNEL_CALL = "torch._inductor.codegen.cpp_wrapper_gpu:DeferredTritonCallWrapper"
 CUDA_CODE = "torch._inductor.codegen.cuda.device_op_overrides:CUDADeviceOpOverrides"
@@ -60,11 +60,13 @@ DEPENDENT_LAUNCH = """
     "decode steps of `--programs aot` may be about 1% slower",
 )  # fmt: skip
 def supported() -> bool:
-    call, code = find(KERNEL_CALL), find(CUDA_CODE)
+    launch, driver = find_code(f"{KERNEL_CALL}.generate_launch_kernel"), find_code(f"{CUDA_CODE}.kernel_driver")
     return (
-        has_parameters(getattr(call, "generate_launch_kernel", None), "self", "prefix", "params")
-        and mentions(getattr(call, "generate", None), "kernel_name_to_body", "generate_launch_kernel")
-        and any(LAUNCH_PARAMETERS in " ".join(text.split()) for text in _texts(getattr(code, "kernel_driver", None)))
+        launch is not None
+        and driver is not None
+        and {"self", "prefix", "params"} <= set(launch.co_varnames[: launch.co_argcount])
+        and mentions(find_code(f"{KERNEL_CALL}.generate"), "kernel_name_to_body", "generate_launch_kernel")
+        and any(LAUNCH_PARAMETERS in " ".join(text.split()) for text in driver.co_consts if isinstance(text, str))
     )
 
 
@@ -95,8 +97,3 @@ def dependent_launches() -> Iterator[None]:
 def _waits(call: Any, params: dict[str, Any]) -> bool:
     """Whether torch launches the kernel with PDL from Python, and the kernel waits for its predecessor."""
     return bool(params["triton_meta"].get("launch_pdl")) and WAIT in call.kernel_name_to_body[call.kernel_name]
-
-
-def _texts(function: Any) -> list[str]:
-    code = getattr(function, "__code__", None)
-    return [constant for constant in code.co_consts if isinstance(constant, str)] if code else []
