@@ -161,10 +161,44 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:
-    """Compile a recorded launch for a Hopper GPU, specialised as Triton would: pointers and sizes divisible by 16.
+    """Compile a recorded launch for a Hopper GPU, and check that no product reads an operand that is overwritten.
 
     `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary.
     """
+    compiled = _compile_for_hopper(launch, runs_ptxas)
+    unsafe = overwritten_operands(compiled)
+    assert not unsafe, f"{launch.kernel.fn.__name__}: {unsafe}"
+    return compiled
+
+
+def overwritten_operands(compiled: CompiledKernel) -> list[str]:
+    """The operands of products in loops that the next step may overwrite while the tensor cores still read them.
+
+    - In registers: the product does not end before the values of the next step are made (triton-lang/triton#9433).
+    - In shared memory, with more than four warps: after it has waited for its own products, a warp group starts copies
+      without a barrier (triton-lang/triton#11047).
+    """
+    lines, unsafe = compiled.asm["ttgir"].splitlines(), []
+    for i, line in enumerate(lines):
+        product = re.search(r"ttng\.warp_group_dot (%\w+).*#ttg\.dot_op", line)
+        if product is None:
+            continue
+        following = next((later for later in lines[i + 1 :] if "ttng." in later), "")
+        loop = max((j for j in range(i) if "scf.for" in lines[j]), default=i)
+        made = max((j for j in range(i) if re.match(rf"\s*{product[1]}(:\d+)? =", lines[j])), default=i)
+        is_awaited = "warp_group_dot_wait" in following and "pendings = 0" in following
+        if not is_awaited and not any("pendings = 0" in between for between in lines[loop:made]):
+            unsafe.append(f"registers of {product[1]}")
+    if compiled.metadata.num_warps > 4:
+        waits = re.findall(r"wgmma\.wait_group\S* [1-9]|bar\.sync|barrier\.sync|cp\.async\.c[ag]", compiled.asm["ptx"])
+        unsafe += [
+            "shared memory" for wait, then in zip(waits, waits[1:], strict=False) if "wait" in wait and "cp" in then
+        ]
+    return unsafe
+
+
+def _compile_for_hopper(launch: Launch, runs_ptxas: bool) -> CompiledKernel:
+    """Specialised as Triton would: pointers and sizes are divisible by 16."""
     signature, constants, hints = {}, {}, {}
     for i, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
         if param.is_constexpr or arg is None:

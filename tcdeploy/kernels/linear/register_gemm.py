@@ -1,18 +1,20 @@
-"""Launches the GEMM of interleaved int4 weights for 2 to 128 rows of x, which keeps the values in registers.
+"""Launches the GEMM of interleaved int4 and FP8 weights for few rows of x, which keeps the values in registers.
 
 The weight is the first operand, which the tensor cores of Hopper read from registers: a warp group multiplies 64 rows
-of the weight by all rows of x. The codes arrive through asynchronous copies. A thread reads words of 8 codes of one
-row, and converts them in the registers from which the tensor cores read them. Codes are stored in the order in which
-the converted values have the column order of x (int4_scheme.py), so the tensor cores read x where its asynchronous copy
-has written it.
+of the weight by all rows of x. The codes arrive through asynchronous copies. A thread reads words of codes of one row,
+and converts them in the registers from which the tensor cores read them. The tensor cores read x where its asynchronous
+copy has written it, in the column order of the values. int4 codes are stored so that this is the order of x
+(int4_scheme.py). FP8 codes are stored in the order of checkpoints, which products of cuBLAS need too. So the columns of
+x are copied in another order, two at a time, since neighbours stay neighbours.
 
-The columns of a step are in one group. With up to 64 rows of x, or 32 if the weight is wide (WIDE_N), the sums of a
-step are multiplied by the group's scale, so values are exact. More rows have too many sums: scales multiply the values
-instead, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, and the values of the
-next instruction are made while the current one runs.
+The columns of a step are in one group. The sums of a step are multiplied by the group's scale, so values are exact.
+int4 weights with more than 64 rows of x, or 32 if the weight is wide (WIDE_N), have too many sums: scales multiply the
+values instead, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, as they do for
+weights without groups.
 
-The columns of narrow weights, and of wide ones with up to 16 rows of x, are split among programs, whose sums a second
-kernel adds in a fixed order.
+The columns of narrow weights, and of wide int4 ones with up to 16 rows of x, are split among programs, in parts that
+differ by at most a step. A second kernel adds their sums in a fixed order. The sums are in float32, or in x's dtype
+where the values were rounded to it too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.linear.scheme_gemm import fit_splits, sum_parts
+from tcdeploy.kernels.linear.scheme_gemm import sum_parts
 from tcdeploy.kernels.linear.scheme_operands import Operands
 from tcdeploy.kernels.linear.scheme_tiles import REGISTER_BLOCK_K, RegisterGemmTile
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
@@ -47,22 +49,26 @@ def register_gemm(
     out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated: bool, tile: RegisterGemmTile
 ) -> None:
     """out = x [rows, k] @ w [n, k].T + addend; if `gated`, silu of the first half of the columns times the second."""
-    assert weight.is_interleaved
+    assert weight.is_register_operand and (weight.is_interleaved or not tile.scales_values)
+    assert x.stride(0) < 1 << 24, "the kernel computes offsets in 32 bits"
     (rows, k), n = x.shape, weight.weight.shape[0]
     words = weight.weight.view(torch.int32)
     options: dict[str, int] = {"launch_pdl": True} if supports_pdl(x.device) else {}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
-    splits = fit_splits(tile.splits, k // REGISTER_BLOCK_K)
+    n_tiles, unroll = -(-n // tile.block_n), math.gcd(tile.unroll, k // REGISTER_BLOCK_K)
+    splits = min(tile.splits, k // (REGISTER_BLOCK_K * unroll))
+    if tile.max_programs is not None:
+        splits = max(min(splits, tile.max_programs // n_tiles), 1)
     addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
-    parts = x.new_empty(splits, rows, n, dtype=torch.float32) if splits > 1 else None
+    parts_dtype = x.dtype if tile.scales_values else torch.float32
+    parts = x.new_empty(splits, rows, n, dtype=parts_dtype) if splits > 1 else None
     GEMM.launch(
-        (-(-n // tile.block_n), splits),
+        (n_tiles, splits),
         out if parts is None else parts, x, words, weight.row_scale, weight.group_scale,
-        addend if parts is None else None, rows, n, k, k // splits, words.shape[1], weight.groups, x.stride(0),
-        addend_stride, weight.group, max(16, next_power_of_2(rows)), tile.block_n, REGISTER_BLOCK_K, gated,
-        parts is not None, tile.scales_values, math.gcd(tile.unroll, k // splits // REGISTER_BLOCK_K),
-        supports_pdl(x.device),
+        addend if parts is None else None, rows, n, k, splits, words.shape[1], weight.groups, x.stride(0),
+        addend_stride, weight.format, weight.group, weight.row_block, max(16, next_power_of_2(rows)), tile.block_n,
+        REGISTER_BLOCK_K, gated, parts is not None, tile.scales_values, unroll, supports_pdl(x.device),
         num_warps=tile.num_warps, num_stages=min(tile.num_stages, max_stages(x.device)), **options,
     )  # fmt: skip
     if parts is not None:

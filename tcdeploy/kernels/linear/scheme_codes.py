@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
+NEGATIVE_ZEROS = "0x80008000"  # to add: there is no product of pairs of bfloat16 before Hopper
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -78,12 +79,26 @@ def _fragments_ptx(dtype: str, has_scale: bool) -> str:
     $5: a pair of -8 - base in the same dtype. $6, if has_scale: a pair of the factor of the values.
     """
     base, unit = {"bf16": (0x43004300, 0x3F803F80), "f16": (0x64006400, 0x3C003C00)}[dtype]
-    lines = [f".reg .b32 second, third, fourth, unit; mov.b32 unit, {unit:#x};"]
+    lines = [f".reg .b32 second, third, fourth, unit, none; mov.b32 unit, {unit:#x}; mov.b32 none, {NEGATIVE_ZEROS};"]
     sources = ("$4", "second", "third", "fourth")
     lines += [f"shr.u32 {sources[i]}, $4, {4 * i};" for i in (1, 2, 3)]
     lines += [f"lop3.b32 ${i}, {sources[i]}, 0x000F000F, {base:#x}, 0xEA;" for i in range(4)]
     lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, unit, $5;" for i in range(4)]
-    lines += [f"mul.rn.{dtype}x2 ${i}, ${i}, $6;" for i in range(4) if has_scale]
+    lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, $6, none;" for i in range(4) if has_scale]
+    return "{" + " ".join(lines) + "}"
+
+
+def _fp8_fragments_ptx(dtype: str) -> str:
+    """PTX: the values of codes 0 and 1 of a word ($2) as a pair in the register $0, and those of codes 2 and 3 in $1.
+
+    The sign of a code is extended to 16 bits. Shifted, its exponent and mantissa are the lowest bits of an exponent and
+    the highest of a mantissa of the dtype, so that a factor makes the value, of subnormal codes too.
+    """
+    shift, mask, factor = {"bf16": (4, 0x87F087F0, 0x7B807B80), "f16": (7, 0xBF80BF80, 0x5C005C00)}[dtype]
+    lines = [f".reg .b32 factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, {NEGATIVE_ZEROS};"]
+    for i, selector in enumerate(("0x9180", "0xB3A2")):
+        lines.append(f"prmt.b32 ${i}, $2, 0, {selector}; shl.b32 ${i}, ${i}, {shift}; and.b32 ${i}, ${i}, {mask:#x};")
+        lines.append(f"fma.rn.{dtype}x2 ${i}, ${i}, factor, none;")
     return "{" + " ".join(lines) + "}"
 
 
@@ -109,6 +124,7 @@ _FRAGMENTS_BF16, _FRAGMENTS_F16 = (
     tl.constexpr(_fragments_ptx("f16", False)),
 )
 _SCALED_BF16, _SCALED_F16 = tl.constexpr(_fragments_ptx("bf16", True)), tl.constexpr(_fragments_ptx("f16", True))
+_FP8_BF16, _FP8_F16 = tl.constexpr(_fp8_fragments_ptx("bf16")), tl.constexpr(_fp8_fragments_ptx("f16"))
 _E2M1_BF16, _E2M1_F16 = tl.constexpr(_pairs_ptx("e2m1", "bf16")), tl.constexpr(_pairs_ptx("e2m1", "f16"))
 
 
@@ -248,6 +264,39 @@ def _fragment_values(words, scales, DTYPE: tl.constexpr):
         if scales is not None:
             values *= scales[:, None, None, None, None]
     return values
+
+
+@ignore_comments
+@triton.jit
+def _fp8_fragment_values(words, DTYPE: tl.constexpr):
+    """The 4 e4m3 values of words [n, words] in a 16-bit DTYPE: [n, words, code // 2, code % 2]. NaN becomes 480."""
+    if HAS_PTX:
+        PTX: tl.constexpr = _FP8_BF16 if DTYPE == tl.bfloat16 else _FP8_F16
+        first, last = tl.inline_asm_elementwise(
+            PTX, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        values = tl.join(_pair(first, DTYPE), _pair(last, DTYPE))
+        values = tl.permute(values, (0, 1, 3, 2))
+    else:
+        low = tl.join(words, words >> 16)
+        codes = tl.join(low, low >> 8) & 255
+        values = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(DTYPE)
+    return values
+
+
+@ignore_comments
+@triton.jit
+def _finished(sums):
+    """`sums` of a dot with a running total, after its instructions have ended. Costs no instruction.
+
+    Otherwise Triton lets those of one step run into the next. Triton 3.6 may then overwrite the registers of an operand
+    that they still read (triton-lang/triton#9433), and with more than 4 warps, versions up to 3.7 may overwrite shared
+    memory that the instructions of other warps still read (triton-lang/triton#11047). A use of the sums in the step,
+    here in assembly without instructions, makes it wait.
+    """
+    if HAS_PTX:
+        sums = tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
 
 
 @ignore_comments

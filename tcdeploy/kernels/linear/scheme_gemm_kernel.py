@@ -131,9 +131,9 @@ def _sum_gemm_parts_kernel(
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    y = tl.load(parts + row * n + column, mask=mask, other=0.0)
+    y = tl.load(parts + row * n + column, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        y += tl.load(parts + (split * rows + row) * n + column, mask=mask, other=0.0)
+        y += tl.load(parts + (split * rows + row) * n + column, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         n //= 2
         gate, up = tl.split(tl.reshape(y, (BLOCK // 2, 2)))

@@ -6,8 +6,8 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 2 to 128 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take (register_gemm.py):
-  the weight is the first operand of larger tensor-core instructions.
+- 2 to 128 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
+  with FP8 weights (register_gemm.py): the weight is the first operand of larger tensor-core instructions.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -119,7 +119,7 @@ def matmul(
         x = x.index_select(1, weight.columns)
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
-    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_interleaved)
+    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_register_operand)
     assert rows == 1 or not isinstance(tile, SchemeGemvTile)
     assert norm is None or isinstance(tile, SchemeGemvTile)
     assert not weight.is_interleaved or isinstance(tile, SchemeGemvTile | RegisterGemmTile)

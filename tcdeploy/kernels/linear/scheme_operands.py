@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tcdeploy.kernels.linear import fp4_scheme, fp8_scheme, int4_scheme, int8_scheme
+from tcdeploy.kernels.linear.scheme_tiles import REGISTER_BLOCK_K
 from tcdeploy.planning.schemes import SCHEMES
 
 FORMATS = {  # how the kernels make values of a scheme's bytes
@@ -36,6 +37,12 @@ class Operands(NamedTuple):
     def per_byte(self) -> int:
         """Columns in a byte."""
         return 2 if self.format in TWO_PER_BYTE else 1
+
+    @property
+    def is_register_operand(self) -> bool:
+        """Whether the register GEMM takes the weight, in whole steps whose columns are in one group."""
+        is_fp8 = self.format == "fp8" and self.k % REGISTER_BLOCK_K == self.group % REGISTER_BLOCK_K == 0
+        return is_fp8 or self.is_interleaved
 
     @property
     def k(self) -> int:

@@ -2,8 +2,9 @@
 
 The heuristics choose the tiles that scripts/bench-scheme-linear found fastest on an H200, for the products of Llama 8B
 and 1, 4, 8, 16, 32, 64 and 128 rows. With mxfp4 weights, the four products of a layer take at most 11% longer than with
-the fastest tile of each, and with interleaved int4 weights at most 3%. Tiles of more than 64 rows were timed with 4-bit
-weights only. The tiles of interleaved int4 weights were timed with the operations that decode steps fuse.
+the fastest tile of each, with interleaved int4 weights at most 3%, and with FP8 weights in blocks at most 4% with up to
+32 rows, and 10% with 64. Tiles of more than 64 rows were not compared with 8-bit weights. The tiles of interleaved int4
+and FP8 weights were timed with the operations that decode steps fuse.
 
 Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
 faster for 4-bit weights with many columns, and slower for all others.
@@ -55,15 +56,16 @@ class SchemeGemmTile(NamedTuple):
 
 
 class RegisterGemmTile(NamedTuple):
-    """The shape of one program, which multiplies all rows of x by block_n rows of an interleaved int4 weight."""
+    """The shape of one program, which multiplies all rows of x by block_n rows of an int4 or FP8 weight."""
 
     name: str
     block_n: int
     splits: int  # parts of the columns, each the work of a program
     num_warps: int
     num_stages: int  # of the software pipeline
-    scales_values: bool = False  # scales multiply the values, in x's dtype, instead of the sums
+    scales_values: bool = False  # scales multiply the values, in x's dtype, instead of the sums; parts are in it too
     max_registers: int | None = None  # per thread
+    max_programs: int | None = None  # of a product, so that wider weights have fewer parts
     unroll: int = 1  # steps of 128 columns between two barriers; fewer if the number of steps is not a multiple
 
 
@@ -97,16 +99,19 @@ REGISTER_GEMM_TILES = (
     RegisterGemmTile("f64_s4", 64, 4, 4, 4),
     RegisterGemmTile("f128_s8", 128, 8, 8, 3),
     RegisterGemmTile("f128u2", 128, 1, 8, 3, unroll=2),
-    RegisterGemmTile("f128_v_s4", 128, 4, 8, 3, True),
-    RegisterGemmTile("f128_v_r128", 128, 1, 8, 3, True, 128),
+    RegisterGemmTile("f128_v", 128, 1, 8, 3, True, 128),
+    RegisterGemmTile("f128_v_s8", 128, 8, 8, 3, True, 128, 2 * 132),  # two programs for each SM of an H100
+    RegisterGemmTile("f128", 128, 1, 8, 3, False, 128),
+    RegisterGemmTile("f128_s4", 128, 4, 8, 3),
 )
-F64_S4, F128_S8, F128U2, F128_V_S4, F128_V_R128 = range(len(REGISTER_GEMM_TILES))
+F64_S4, F128_S8, F128U2, F128_V, F128_V_S8, F128, F128_S4 = range(len(REGISTER_GEMM_TILES))
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
 MANY_COLUMNS = 8192  # of a narrow weight whose columns are split further
 MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # of x, for narrow and wide weights; with more, scales multiply values
 MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
+MAX_8_BIT_SKINNY_ROWS = 8  # of x, if the register GEMM takes the weight
 
 
 def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
@@ -115,7 +120,7 @@ def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
     return 1 <= rows <= MAX_GEMM_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
-def gemv_tile(n: int, per_byte: int, is_interleaved: bool) -> SchemeGemvTile:
+def gemv_tile(n: int, per_byte: int, in_registers: bool) -> SchemeGemvTile:
     """A tile for one row: with fewer rows of the weight if there would be too few programs to fill the GPU.
 
     With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
@@ -123,16 +128,19 @@ def gemv_tile(n: int, per_byte: int, is_interleaved: bool) -> SchemeGemvTile:
     """
     if n <= ONE_WAVE_N:
         return SCHEME_GEMV_TILES[N2_B2048]
-    if is_interleaved and n > SMALL_N:
-        return SCHEME_GEMV_TILES[N8_B1024]
-    return SCHEME_GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
+    if per_byte == 2:
+        return SCHEME_GEMV_TILES[N8_B1024 if in_registers and n > SMALL_N else N8_B2048]
+    return SCHEME_GEMV_TILES[N4_B2048]
 
 
-def choose_tile(rows: int, n: int, k: int, per_byte: int, is_interleaved: bool) -> Tile:
+def choose_tile(rows: int, n: int, k: int, per_byte: int, in_registers: bool) -> Tile:
+    """The tile of a product. `in_registers`: whether the register GEMM takes the weight."""
     if rows == 1:
-        return gemv_tile(n, per_byte, is_interleaved)
-    if is_interleaved:
+        return gemv_tile(n, per_byte, in_registers)
+    if in_registers and per_byte == 2:
         return register_gemm_tile(rows, n, k)
+    if in_registers and MAX_8_BIT_SKINNY_ROWS < rows <= MAX_ROWS:
+        return fp8_gemm_tile(rows, n, k)
     if rows <= (MAX_4_BIT_SKINNY_ROWS if per_byte == 2 else MAX_ROWS):
         return skinny_gemm_tile(rows, n, per_byte)
     return gemm_tile(rows, n)
@@ -161,18 +169,26 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
 
 
 def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
-    """A tile for 2 to 128 rows of x. Narrow weights have too few tiles, so their columns are split among programs.
+    """A tile for 2 to 128 rows of x and int4 weights.
 
-    With up to 16 rows, wide weights are split too: `gate+up` took about the same time with and without.
+    Narrow weights have too few tiles, so their columns are split among programs. With up to 16 rows, wide weights are
+    split too: `gate+up` took about the same time with and without.
     """
     is_wide = n >= WIDE_N
     if rows > (MAX_WIDE_SUM_ROWS if is_wide else MAX_SUM_ROWS):
-        tile = F128_V_R128 if is_wide else F128_V_S4
+        tile = F128_V if is_wide else F128_V_S8
     elif is_wide and rows > 16:
         tile = F128U2
     else:
         tile = F128_S8 if not is_wide and k >= MANY_COLUMNS and rows <= 32 else F64_S4
     return REGISTER_GEMM_TILES[tile]
+
+
+def fp8_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
+    """A tile for 9 to 64 rows of x and FP8 weights. With fewer rows, the skinny GEMM is faster for most products."""
+    if n >= WIDE_N:
+        return REGISTER_GEMM_TILES[F128]
+    return REGISTER_GEMM_TILES[F128_S8 if k >= MANY_COLUMNS and rows <= 32 else F128_S4]
 
 
 def gemm_tile(rows: int, n: int) -> SchemeGemmTile:

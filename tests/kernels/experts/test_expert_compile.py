@@ -19,7 +19,11 @@ EXPERTS, TOP_K, N = 8, 2, 128
 TOKENS = {8: 10, 16: 20, 32: 80, 64: 100, 128: 800}  # that make blocks of this many rows
 K = (2048, 2880)  # the second is no multiple of a step
 # Weights whose kernels are compiled by default, and for how many rows of a block; --long compiles all pairs.
-QUICK = dict.fromkeys((*DENSE, *MAIN_CASES), (8, 64)) | {"dense": tuple(TOKENS), "nvfp4": (8, 32, 64)}
+QUICK = dict.fromkeys((*DENSE, *MAIN_CASES), (8, 64)) | {
+    "dense": tuple(TOKENS),
+    "fp8_channel": (8, 32, 64, 128),
+    "nvfp4": (8, 32, 64),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +96,7 @@ def test_the_gemm_copies_weights_asynchronously_into_tensor_cores(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["dense", "dense transposed", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("case", ["dense", "dense transposed", "fp8_block", "fp8_channel", "mxfp4"])
 @pytest.mark.parametrize(
     ("rows", "tile"),
     [(rows, tile) for rows in (8, 32) for tile in DECODE_GEMM_TILES]

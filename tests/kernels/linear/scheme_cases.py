@@ -124,7 +124,7 @@ def assert_product_agrees(
     weight = operands(SCHEME_OF[case][0], tensors)
     values = SCHEMES[SCHEME_OF[case][0]].dequantise(tensors, torch.float32)
     rounded = values.to(x.dtype).double()
-    chosen = tile or choose_tile(len(x), len(weight.weight), weight.k, weight.per_byte, weight.is_interleaved)
+    chosen = tile or choose_tile(len(x), len(weight.weight), weight.k, weight.per_byte, weight.is_register_operand)
     rounds_values = isinstance(chosen, SchemeGemmTile) or (
         isinstance(chosen, RegisterGemmTile) and chosen.scales_values
     )
@@ -132,6 +132,7 @@ def assert_product_agrees(
         assert_agrees(y, precise)
         return
     of_copy = (expected(x, rounded, **extras) - precise).float().norm() / precise.float().norm()
+    has_parts = isinstance(chosen, RegisterGemmTile) and chosen.splits > 1  # whose sums are rounded too
     # Triton's interpreter truncates to bfloat16, so that errors add up.
-    limit = 1.2 * float(of_copy) if y.is_cuda else 0.012
+    limit = (1.5 if has_parts else 1.2) * float(of_copy) if y.is_cuda else 0.02 if has_parts else 0.012
     assert (y - precise).float().norm() < limit * precise.float().norm()

@@ -1,4 +1,4 @@
-"""The GEMM of interleaved int4 weights: its results, and that the compiled kernel keeps the values in registers."""
+"""The GEMM of interleaved int4 and FP8 weights: its results, and that compiled kernels keep the values in registers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
-from tcdeploy.kernels.linear import register_gemm
+from tcdeploy.kernels.linear import register_gemm, register_gemm_kernel
 from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _plain_fragment
 from tcdeploy.kernels.linear.scheme_matmul import matmul
+from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
     REGISTER_GEMM_TILES,
     RegisterGemmTile,
+    choose_tile,
     register_gemm_tile,
 )
 from tcdeploy.planning.schemes import SCHEMES
@@ -28,10 +30,12 @@ from tests import triton_tools
 from tests.kernels.linear.matmul_cases import assert_agrees, assert_reads_only
 from tests.kernels.linear.scheme_cases import (
     INTERLEAVED,
+    SCHEME_OF,
     assert_product_agrees,
     product,
     reference,
     run,
+    weight_tensors,
 )
 from tests.triton_tools import (
     HOPPER_SHARED_BYTES,
@@ -45,30 +49,57 @@ from tests.triton_tools import (
 __all__ = ["device"]
 
 CASE = "int4 in groups of 128"
-MAX_SPILLED_BYTES = 64  # of tiles with a limit of registers, with which two programs fit on an SM
-TILES = {tile.name: tile for tile in REGISTER_GEMM_TILES}
+ALL_CASES = (CASE, "fp8_block", "fp8_channel")
+MAX_SPILLED_BYTES = 80  # of tiles with a limit of registers, with which two programs fit on an SM
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
-
-
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 
 
-def rows_of(tile: RegisterGemmTile) -> list[int]:
-    """Numbers of rows for which the heuristics choose a tile, one for each padded number."""
-    return [rows for rows in (16, 32, 64, 128) if any(register_gemm_tile(rows, n, k) == tile for n, k in SHAPES)]
+def name_of(value: object) -> str:
+    return value.name if isinstance(value, RegisterGemmTile) else str(value)
 
 
-@each_tile
+def chosen_tiles(case: str) -> list[tuple[str, RegisterGemmTile, int, str]]:
+    """The tiles that the heuristics choose, with one number of rows for each padded number, and the form."""
+    weight = operands(SCHEME_OF[case][0], weight_tensors(case, 256, 1024))
+    chosen = {
+        (rows, choose_tile(rows, n, k, weight.per_byte, True), "gated" if n > 2 * k else "added")
+        for rows in (16, 32, 64, 128)
+        for n, k in SHAPES
+    }
+    return [(case, tile, rows, form) for rows, tile, form in sorted(chosen) if isinstance(tile, RegisterGemmTile)]
+
+
+CHOSEN_TILES = [item for case in ALL_CASES for item in chosen_tiles(case)]
+each_chosen_product = pytest.mark.parametrize(("case", "tile", "rows", "form"), CHOSEN_TILES, ids=name_of)
+each_chosen_tile = pytest.mark.parametrize(
+    ("case", "tile"),
+    dict.fromkeys((case, tile) for case, tile, *_ in CHOSEN_TILES if case != "fp8_channel"),
+    ids=name_of,
+)
+
+
+@each_chosen_tile
 @pytest.mark.parametrize("form", ["plain", "added", "gated"])
 @pytest.mark.parametrize("rows", [5, 32])
 def test_each_form_agrees_and_writes_only_its_rows(
-    tile: RegisterGemmTile, form: str, rows: int, device: str, poisoned_outputs: list[Tensor]
+    case: str, tile: RegisterGemmTile, form: str, rows: int, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     """The last tile has rows past the weight, and 1,024 columns are split into up to eight parts of whole steps."""
-    x, tensors, extras = product(CASE, rows, form, device=device, n=160, k=1024)
-    y = run(CASE, x, tensors, extras, tile=tile)
-    assert_product_agrees(CASE, y, x, tensors, extras, tile)
+    x, tensors, extras = product(case, rows, form, device=device, n=160, k=1024)
+    y = run(case, x, tensors, extras, tile=tile)
+    assert_product_agrees(case, y, x, tensors, extras, tile)
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize("splits", [3, 8, 64])
+def test_parts_may_differ_by_a_step(case: str, splits: int, device: str) -> None:
+    """Eight steps of one or two times 128 columns; more parts than steps are not made."""
+    for unroll in (1, 2):
+        x, tensors, extras = product(case, 19, "added", torch.float16, device, n=64, k=8 * 128 * unroll)
+        y = run(case, x, tensors, extras, tile=RegisterGemmTile("uneven", 64, splits, 4, 3, unroll=unroll))
+        assert_agrees(y, reference(case, x, tensors, extras))
 
 
 @pytest.mark.parametrize("case", INTERLEAVED)
@@ -81,18 +112,19 @@ def test_groups_of_any_width_agree(case: str, rows: int, device: str) -> None:
     assert_product_agrees(case, run(case, x, tensors, extras), x, tensors, extras, tile)
 
 
-def test_inputs_may_be_slices(device: str) -> None:
-    x, tensors, extras = product(CASE, 19, "plain", torch.float16, device, n=64, k=256)
+@pytest.mark.parametrize("case", [CASE, "fp8_block"])
+def test_inputs_may_be_slices(case: str, device: str) -> None:
+    x, tensors, extras = product(case, 19, "plain", torch.float16, device, n=64, k=256)
     columns = torch.cat([x[:, :3], x * 2, x, x], 1)[:, 256 + 3 : 2 * 256 + 3]
-    assert_agrees(run(CASE, columns, tensors, extras), reference(CASE, x, tensors, extras))
+    assert_agrees(run(case, columns, tensors, extras), reference(case, x, tensors, extras))
 
 
-@each_tile
-def test_the_kernel_reads_only_its_inputs(tile: RegisterGemmTile, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, tensors, extras = product(CASE, 19, "gated", n=160, k=128)  # one part
+@each_chosen_tile
+def test_the_kernel_reads_only_its_inputs(case: str, tile: RegisterGemmTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, tensors, extras = product(case, 19, "gated", n=160, k=128)  # one part
     with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, x, *tensors) as loads:
-        y = run(CASE, x, tensors, extras, tile=tile)
-    assert_product_agrees(CASE, y, x, tensors, extras, tile)
+        y = run(case, x, tensors, extras, tile=tile)
+    assert_product_agrees(case, y, x, tensors, extras, tile)
     assert sum(loads) >= x.numel() + tensors[0].numel() // 4, "words of four bytes"
 
 
@@ -108,13 +140,55 @@ def test_all_codes_have_their_values(rows: int, dtype: torch.dtype, device: str)
     assert_close(y, SCHEMES["int4_bfloat16_interleaved"].dequantise(tensors, dtype)[:, 7 : 7 + rows].T, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [32, 64])
+def test_all_fp8_codes_have_their_values(rows: int, dtype: torch.dtype, device: str) -> None:
+    """Subnormal ones too. Each row of the input is 1 in one column."""
+    x = torch.zeros(rows, 128, dtype=dtype)
+    x[torch.arange(rows), torch.arange(rows) * 2 % 128 + 1] = 1
+    codes = (torch.arange(128) * 37 + torch.arange(256)[:, None]).to(torch.uint8)
+    codes[codes & 127 == 127] = 0  # not a number
+    tensors = [codes.view(torch.float8_e4m3fn).to(device), torch.full((256,), 0.5, device=device)]
+    y = matmul("fp8_channel", x.to(device), tensors)
+    weight = SCHEMES["fp8_channel"].dequantise(tensors, dtype)
+    assert_close(y, weight[:, torch.arange(rows) * 2 % 128 + 1].T, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [CASE, "fp8_block"])
 @pytest.mark.parametrize("rows", [19, 70])
-def test_a_scale_of_the_next_group_exceeds_the_tolerance(rows: int, device: str) -> None:
-    x, tensors, extras = product(CASE, rows, "plain", device=device, n=64, k=768)
-    y = run(CASE, x, tensors, extras)
-    assert_product_agrees(CASE, y, x, tensors, extras)
+def test_a_scale_of_the_next_group_exceeds_the_tolerance(case: str, rows: int, device: str) -> None:
+    x, tensors, extras = product(case, rows, "plain", device=device, n=160, k=768)
+    y = run(case, x, tensors, extras)
+    assert_product_agrees(case, y, x, tensors, extras)
     with pytest.raises(AssertionError):
-        assert_product_agrees(CASE, y, x, [tensors[0], tensors[1].roll(-1, 1)], extras)
+        assert_product_agrees(case, y, x, [tensors[0], tensors[1].roll(-1, 1)], extras)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 8, 16])
+def test_swapped_fp8_columns_exceed_the_tolerance(distance: int, device: str) -> None:
+    x, tensors, extras = product("fp8_block", 19, "plain", device=device, n=64, k=256)
+    y = run("fp8_block", x, tensors, extras)
+    swapped = x.unflatten(1, (-1, 2, distance)).flip(2).flatten(1)
+    with pytest.raises(AssertionError):
+        assert_product_agrees("fp8_block", y, swapped, tensors, extras)
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "name"), [
+    (1, 4096, 4096, "n4_b2048"), (8, 4096, 4096, "n16_k512"), (9, 4096, 4096, "f128_s4"), (64, 6144, 4096, "f128_s4"),
+    (32, 4096, 14336, "f128_s8"), (33, 4096, 14336, "f128_s4"), (9, 28672, 4096, "f128"), (64, 28672, 4096, "f128"),
+    (65, 4096, 4096, "m128_n64_s4"),
+])  # fmt: skip
+def test_tiles_of_fp8(rows: int, n: int, k: int, name: str) -> None:
+    assert choose_tile(rows, n, k, 1, True).name == name
+
+
+@pytest.mark.parametrize(("scheme", "k", "is_register_operand"), [
+    ("fp8_block", 256, True), ("fp8_channel", 256, True), ("fp8_block", 192, False), ("fp8_channel", 192, False),
+    ("int8", 256, False),
+])  # fmt: skip
+def test_which_8_bit_weights_the_register_gemm_takes(scheme: str, k: int, is_register_operand: bool) -> None:
+    weight = operands(scheme, list(SCHEMES[scheme].quantise(torch.randn(32, k))))
+    assert weight.is_register_operand == is_register_operand
 
 
 def test_scales_multiply_the_values_only_where_the_sums_are_too_many() -> None:
@@ -123,40 +197,50 @@ def test_scales_multiply_the_values_only_where_the_sums_are_too_many() -> None:
         assert rows == [*range(2, (32 if n == 28672 else 64) + 1)]
 
 
-@pytest.mark.parametrize(("tile", "rows"), [(tile, rows) for tile in REGISTER_GEMM_TILES for rows in rows_of(tile)])
-@pytest.mark.parametrize("form", ["added", "gated"])
+@each_chosen_product
 def test_values_go_from_codes_to_the_tensor_cores_in_registers(
-    tile: RegisterGemmTile, form: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: str, tile: RegisterGemmTile, rows: int, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each of the tensor cores' instructions takes the weight from registers, and codes are copied 16 bytes at once.
 
-    x is copied to the shared memory from which the tensor cores read it.
+    x is copied to the shared memory from which the tensor cores read it, for FP8 weights two columns at once.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
-    x, tensors, extras = product(CASE, rows, form, n=512, k=4096)
-    run(CASE, x, tensors, extras, tile=tile)
+    x, tensors, extras = product(case, rows, form, n=512, k=4096)
+    run(case, x, tensors, extras, tile=tile)
     compiled = compile_for_hopper(launches[0], runs_ptxas=False)
     ptx = compiled.asm["ptx"]
     instructions = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
     assert instructions and set(instructions) == {"{"}
-    assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx
+    sizes = set(re.findall(r"cp\.async\.(?:ca|cg)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
+    assert sizes == ({"0x10"} if case == CASE else {"0x10", "0x4"})
     assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "no operand is written back to shared memory"
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
     assert spilled_bytes(ptx, tmp_path) <= (MAX_SPILLED_BYTES if tile.max_registers else 0)
 
 
-@pytest.mark.parametrize(("tile", "rows"), [(tile, rows) for tile in REGISTER_GEMM_TILES for rows in rows_of(tile)])
-def test_two_stages_fit_the_shared_memory_of_ada(
-    tile: RegisterGemmTile, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_product_that_runs_into_the_next_step_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(register_gemm_kernel, "_finished", unchanged)
+    launches = record_launches(monkeypatch)
+    x, tensors, extras = product("fp8_channel", 32, "plain", n=512, k=4096)
+    run("fp8_channel", x, tensors, extras)
+    with pytest.raises(AssertionError, match="registers"):
+        compile_for_hopper(launches[0], runs_ptxas=False)
+
+
+@each_chosen_product
+def test_kernels_with_two_stages_compile_for_ada_and_fit_its_shared_memory(
+    case: str, tile: RegisterGemmTile, rows: int, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton_tools, "HOPPER", GPUTarget("cuda", 89, 32))
     monkeypatch.setattr(register_gemm, "max_stages", lambda device: 2)
     launches = record_launches(monkeypatch)
-    x, tensors, extras = product(CASE, rows, "gated", n=512, k=4096)
-    run(CASE, x, tensors, extras, tile=tile)
-    assert compile_for_hopper(launches[0], runs_ptxas=False).metadata.shared <= 99 << 10
+    x, tensors, extras = product(case, rows, form, n=512, k=4096)
+    run(case, x, tensors, extras, tile=tile)
+    assert compile_for_hopper(launches[0]).metadata.shared <= 99 << 10
 
 
 @pytest.mark.parametrize(("shared_kib", "stages"), [(99, 2), (163, 4), (227, 4)])
@@ -164,6 +248,11 @@ def test_stages_depend_on_the_shared_memory(shared_kib: int, stages: int, monkey
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert register_gemm.max_stages.__wrapped__(torch.device("cuda", 0)) == stages
+
+
+@triton.jit
+def unchanged(sums):
+    return sums
 
 
 @triton.jit
@@ -196,5 +285,6 @@ def test_ptx_and_the_plain_form_make_the_same_values(dtype: torch.dtype) -> None
 def test_real_shapes_agree_on_a_gpu(form: str, rows: int) -> None:
     """With the tiles of the heuristics."""
     for n, k in SHAPES:
-        x, tensors, extras = product(CASE, rows, form, device="cuda", n=n, k=k)
-        assert_product_agrees(CASE, run(CASE, x, tensors, extras), x, tensors, extras)
+        for case in ALL_CASES:
+            x, tensors, extras = product(case, rows, form, device="cuda", n=n, k=k)
+            assert_product_agrees(case, run(case, x, tensors, extras), x, tensors, extras)

@@ -316,8 +316,8 @@ def test_the_tile_depends_on_rows_width_and_bits(rows: int, n: int, names: tuple
 @pytest.mark.parametrize(("rows", "n", "k", "name"), [
     (1, 2048, 4096, "n2_b2048"), (1, 4096, 4096, "n8_b2048"), (1, 6144, 4096, "n8_b1024"), (2, 4096, 4096, "f64_s4"),
     (64, 6144, 4096, "f64_s4"), (32, 4096, 14336, "f128_s8"), (33, 4096, 14336, "f64_s4"), (16, 28672, 4096, "f64_s4"),
-    (17, 28672, 4096, "f128u2"), (33, 28672, 4096, "f128_v_r128"), (65, 6144, 4096, "f128_v_s4"),
-    (128, 4096, 14336, "f128_v_s4"), (16, 57344, 8192, "f64_s4"),
+    (17, 28672, 4096, "f128u2"), (33, 28672, 4096, "f128_v"), (65, 6144, 4096, "f128_v_s8"),
+    (128, 4096, 14336, "f128_v_s8"), (16, 57344, 8192, "f64_s4"),
 ])  # fmt: skip
 def test_tiles_of_interleaved_int4(rows: int, n: int, k: int, name: str) -> None:
     assert choose_tile(rows, n, k, 2, True).name == name
