@@ -52,7 +52,7 @@ CASE = "int4 in groups of 128"
 ALL_CASES = (CASE, "fp8_block", "fp8_channel")
 # Of tiles with a limit of registers, so that two programs fit on an SM. Only fp8_block in `f128` with 64 rows spills:
 # 32 bytes with Triton 3.6, and 56 with 3.7.
-MAX_SPILLED_BYTES = 80
+MAX_SPILLED_BYTES = 64
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 
