@@ -161,7 +161,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:
-    """Compile a recorded launch for a Hopper GPU, and check that no product reads an operand that is overwritten.
+    """Compile a recorded launch for a Hopper GPU, and check that no wgmma reads what the next step overwrites.
 
     `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary.
     """
@@ -174,7 +174,7 @@ def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKerne
 def overwritten_operands(compiled: CompiledKernel) -> list[str]:
     """The operands of products in loops that the next step may overwrite while the tensor cores still read them.
 
-    - In registers: the product does not end before the values of the next step are made (triton-lang/triton#9433).
+    - In registers: the product is not awaited before they are written for the next step (triton-lang/triton#9433).
     - In shared memory, with more than four warps: after it has waited for its own products, a warp group starts copies
       without a barrier (triton-lang/triton#11047).
     """

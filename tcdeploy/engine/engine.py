@@ -58,7 +58,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """`save_costs` is called when all sizes have been captured and timed, if their times are new.
 
-        `measures_costs`: without `costs`, measure them while no request is open, before anything is captured.
+        `measures_costs`: if `costs` is None, `capture_next_graph` measures them before its first capture.
         """
         self.runner = runner
         self.runner.graphs.end_warmup()
@@ -174,8 +174,8 @@ class Engine:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
         Gives up, and returns True, soon after `must_stop` returns True: a capture before its next program, a timing
-        after its present step, or a few steps later if costs are measured. If the capture fails or would compile, a
-        warning is logged. Exceptions of a timed step are raised.
+        after its present step, and a measurement of costs before one of its next timings. If the capture fails or would
+        compile, a warning is logged. Exceptions of a timed step are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
@@ -200,7 +200,7 @@ class Engine:
         return costs is not None
 
     def _measure_costs(self, must_stop: Callable[[], bool]) -> bool:
-        """Measure the costs of steps, which takes about a second. Always True: sizes can be timed afterwards."""
+        """Measure the costs of steps. Always True: sizes can be timed afterwards."""
 
         def stop_if_due() -> None:
             if must_stop():

@@ -68,10 +68,10 @@ class LoadedStart:
 
 
 class Warmed(NamedTuple):
-    """The buckets' records, the costs of steps unless they are measured later, and the cache files that were used."""
+    """The buckets' records, the costs of steps, and the cache files that were used."""
 
     records: list[BucketRecord]
-    costs: StepCosts | None
+    costs: StepCosts | None  # None: measured later
     used_paths: list[str]
 
     @property
@@ -140,7 +140,7 @@ def warm(
 
 
 def _measures_later(start: LoadedStart) -> bool:
-    """Whether the engine measures the costs of steps while it is idle: of programs that were built without the GPU."""
+    """Whether the idle engine times the steps: in `serve`, at the first start of programs built without the GPU."""
     return start.request.serves and start.earlier is not None and not start.earlier.has_run
 
 

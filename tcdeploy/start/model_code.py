@@ -116,7 +116,7 @@ class ModelCode:
         )
         self._factors = factors if self.planned.plan.programs == "aot" else None
         if self.planned.plan.programs == "jit":
-            import_compiler()  # before compilation may be refused
+            import_compiler()  # before `refuse_compilation`, which patches Inductor only if it is imported
         self.prompts = _check_prompts(self.planned)
         return dataclasses.replace(self.planned, traced_model=None)  # the deployment keeps it
 
@@ -125,7 +125,7 @@ class ModelCode:
         plan, traced = self.planned.plan, self.planned.traced_model
         require_caches(plan)
         start_hashing()
-        threading.Thread(target=op_source_digests, daemon=True).start()  # for `origin`, while this thread waits
+        threading.Thread(target=op_source_digests, daemon=True).start()  # cached for `origin`
         self._staging = activate_plan(self.planned, plan.key)
         self._gpu_setup.close()
         if traced is not None:

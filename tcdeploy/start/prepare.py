@@ -46,8 +46,8 @@ def prepare(
     eager: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
         it in the thread that then runs the engine.
     needs_model: do not start from packages, because the caller uses the model's modules.
-    serves: after the first start of programs that were built without the GPU, `Engine.capture_next_graph` times the
-        steps, which the start does otherwise. Call it while no request is open.
+    serves: the caller calls `Engine.capture_next_graph` while no request is open. It then times the steps after the
+        first start of programs that were built without the GPU; otherwise the start does.
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
     TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING; raises torch._dynamo's recompile limits; registers

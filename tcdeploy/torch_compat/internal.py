@@ -78,7 +78,10 @@ def is_imported(module: str) -> bool:
 
 
 def mentions(owner: object, *words: str) -> bool:
-    """Whether a function, a class's functions, or what `find_code` found use all `words` as names or constants."""
+    """Whether the code of a function, of a class's functions or from `find_code` uses all `words`.
+
+    Names and string constants are words.
+    """
     codes = [owner] if isinstance(owner, CodeType) else [function.__code__ for function in _functions(owner)]
     return {word for code in codes for word in _words(code)}.issuperset(words)
 

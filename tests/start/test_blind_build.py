@@ -174,7 +174,7 @@ def test_kernels_that_cannot_be_compiled_are_listed(monkeypatch: pytest.MonkeyPa
     assert cleared == [None]
 
 
-def test_experts_compute_again_after_the_kernels_of_the_checks() -> None:
+def test_experts_are_restored_after_the_kernels_of_the_checks_are_compiled() -> None:
     hidden = torch.ones(3, 4)
     with build._experts_without_values():
         out = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION](None, hidden, None, None)

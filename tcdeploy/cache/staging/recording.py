@@ -59,10 +59,11 @@ def publish(staging: StagingFolder, manifest: Manifest) -> None:
 
 
 def replace_step_costs(staging: StagingFolder, plan_key: str, step_costs: dict[str, Any]) -> None:
-    """Store what a server has measured since its start in the plan's manifest: times of prefill steps, or all costs.
+    """Store the step costs that a server has measured since its start in the plan's manifest.
 
-    Does nothing if the manifest has other costs beside these times: then another process has measured them, perhaps
-    with other programs. Raises SpaceError, TcdeployError and OSError.
+    It has measured the times of prefill steps (IDLE_TIMES), or all costs if the manifest has none. Does nothing if the
+    other costs in the manifest differ: then another process has measured them, perhaps with other programs. Raises
+    SpaceError, TcdeployError and OSError.
     """
     folder = staging.target
     with folder_lock(folder), translate_os_errors(folder):

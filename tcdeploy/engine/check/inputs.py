@@ -52,7 +52,8 @@ class WarmupBatch(NamedTuple):
     def fill_state(self) -> None:
         """Write the keys, values and slots of all but each sequence's last token, by eager packed prefills.
 
-        Blocks of rows whose logits are not compared get those of other prompts (`_joined_rows`).
+        Rows whose logits are not compared share sequences (`_joined_rows`), so their blocks have the keys and values of
+        other tokens.
         """
         checked = set(checked_rows(self.bucket, len(self.sequences)))
         compared, others = list[Sequence](), list[Sequence]()
@@ -145,10 +146,10 @@ def _make_batch(
 
 
 def _joined_rows(rows: list[Sequence], plan: Plan) -> list[Sequence]:
-    """Sequences that fill the blocks of several rows each, so that few steps fill those of many rows.
+    """Sequences that each fill the blocks of several rows, so that fewer steps are needed.
 
     A step packs 8 prompts: for 256 rows, 32 eager steps took 1.3 s (8B shape, H200). Rows with a slot are not joined,
-    because each slot has one sequence.
+    because a slot has the state of one sequence.
     """
     rows_per_step = min(plan.context, plan.prefill_buckets[-1].size) // plan.block_size
     if plan.slots or rows_per_step < 2 or len(rows) < 2:

@@ -128,7 +128,7 @@ def reference_changed(
 
 
 def tokens_per_pass(plan: Plan, prompts: CheckPrompts) -> int:
-    """The number of tokens of most passes."""
+    """The number of tokens in the last pass. On a GPU, shorter passes are extended to about as many (`_batches`)."""
     return sum(map(len, _batches(plan, prompts)[-1].token_ids))
 
 

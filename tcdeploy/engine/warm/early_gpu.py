@@ -8,7 +8,8 @@ launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled pref
 kernels. Compiled decode steps may launch others, because of programs/passes/ and kernels/linear/; these are compiled at
 their first launch.
 
-`loading_products` multiplies matrices of the model's shapes, so that the reference finds cuBLAS's kernels loaded.
+`loading_products` multiplies matrices of the model's shapes, so that cuBLAS's kernels are loaded before the reference
+uses them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def loading_products(shapes: Collection[tuple[int, int]], rows: int, dtype: torc
 
 @torch.no_grad()
 def _multiply(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> None:
-    """As the passes of engine/check/reference.py do in both precisions."""
+    """Multiply as the passes of engine/check/reference.py do, in both precisions."""
     try:
         for n, k in shapes:
             activations, weight = (torch.zeros(size, k, dtype=dtype, device="cuda") for size in (rows, n))

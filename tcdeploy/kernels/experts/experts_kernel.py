@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_codes import _finished, _load_scales, _scaled_values, _slice_values
+from tcdeploy.kernels.linear.scheme_codes import _load_scales, _scaled_values, _slice_values, _wait_for_dot
 from tcdeploy.kernels.linear.scheme_kernel import _multiply_slices
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
@@ -166,7 +166,7 @@ def _expert_gemm_kernel(
             elif FORMAT == "dense":
                 acc = tl.dot(rows, tl.trans(inputs), acc)
             else:
-                acc = _finished(tl.dot(rows, tl.trans(inputs), acc))
+                acc = _wait_for_dot(tl.dot(rows, tl.trans(inputs), acc))
         else:
             if GROUPS == 1 and group_scale is not None:
                 acc += _multiply_slices(weights, inputs) * scales[:, :, None]

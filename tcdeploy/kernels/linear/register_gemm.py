@@ -4,17 +4,17 @@ The weight is the first operand, which the tensor cores of Hopper read from regi
 of the weight by all rows of x. The codes arrive through asynchronous copies. A thread reads words of codes of one row,
 and converts them in the registers from which the tensor cores read them. The tensor cores read x where its asynchronous
 copy has written it, in the column order of the values. int4 codes are stored so that this is the order of x
-(int4_scheme.py). FP8 codes are stored in the order of checkpoints, which products of cuBLAS need too. So the columns of
-x are copied in another order, two at a time, since neighbours stay neighbours.
+(int4_scheme.py). FP8 codes keep the order of checkpoints, because cuBLAS also reads them. For these weights the kernel
+loads the columns of x in another order. It keeps pairs of neighbouring columns together, so a copy has 4 bytes.
 
 The columns of a step are in one group. The sums of a step are multiplied by the group's scale, so values are exact.
-int4 weights with more than 64 rows of x, or 32 if the weight is wide (WIDE_N), have too many sums: scales multiply the
-values instead, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, as they do for
-weights without groups.
+int4 weights with more than 64 rows of x (32 if the weight is wide, WIDE_N) have too many sums for the registers, so the
+scales multiply the values, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, as
+they do for weights without groups.
 
 The columns of narrow weights, and of wide int4 ones with up to 16 rows of x, are split among programs, in parts that
-differ by at most a step. A second kernel adds their sums in a fixed order. The sums are in float32, or in x's dtype
-where the values were rounded to it too.
+differ by at most a step. A second kernel adds the sums of the parts in a fixed order. They are stored in float32, or in
+x's dtype if the values were rounded to it (128 rows on an H200: a relative error of 2.6e-3 instead of 2.1e-3).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def register_gemm(
 ) -> None:
     """out = x [rows, k] @ w [n, k].T + addend; if `gated`, silu of the first half of the columns times the second."""
     assert weight.is_register_operand and (weight.is_interleaved or not tile.scales_values)
-    assert x.stride(0) < 1 << 24, "the kernel computes offsets in 32 bits"
+    assert x.stride(0) < 1 << 24, "x.stride(0) must be below 2^24: the kernel's offsets have 32 bits"
     (rows, k), n = x.shape, weight.weight.shape[0]
     words = weight.weight.view(torch.int32)
     options: dict[str, int] = {"launch_pdl": True} if supports_pdl(x.device) else {}

@@ -6,14 +6,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_codes import _finished, _fp8_fragment_values, _fragment_values
+from tcdeploy.kernels.linear.scheme_codes import _fp8_fragment_values, _fragment_values, _wait_for_dot
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
 @ignore_comments
 @triton.jit
 def _int4_tile(words, scales, DTYPE: tl.constexpr):
-    """The values [n, k] of words [n, k / 8], times `scales` [n], if not None. No value changes its thread."""
+    """The values [n, k] of words [n, k / 8], times `scales` [n], if not None. Values stay in their threads."""
     values = _fragment_values(words, scales, DTYPE)
     # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `int4_scheme.interleave`
     values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))
@@ -23,7 +23,7 @@ def _int4_tile(words, scales, DTYPE: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _fp8_tile(words, DTYPE: tl.constexpr):
-    """The values [n, k] of words [n, k / 4], in the order of `_fp8_columns`. No value changes its thread."""
+    """The values [n, k] of words [n, k / 4], in the order of `_fp8_columns`. Values stay in their threads."""
     values = _fp8_fragment_values(words, DTYPE)
     values = tl.reshape(values, (words.shape[0], words.shape[1] // 16, 4, 4, 2, 2))
     return tl.reshape(tl.permute(values, (0, 1, 3, 4, 2, 5)), (words.shape[0], 4 * words.shape[1]))
@@ -32,7 +32,7 @@ def _fp8_tile(words, DTYPE: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _fp8_columns(BLOCK_K: tl.constexpr):
-    """The columns of the values of `_fp8_tile`. Two neighbours stay neighbours."""
+    """The columns of the values of `_fp8_tile`. Pairs of neighbouring columns stay together."""
     i = tl.arange(0, BLOCK_K)
     return i // 64 * 64 + i // 2 % 4 * 16 + i // 8 % 8 * 2 + i % 2
 
@@ -40,9 +40,9 @@ def _fp8_columns(BLOCK_K: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _load_inputs(pointers, is_row, FORMAT: tl.constexpr):
-    """A tile of x. Rows past the batch are never stored.
+    """A tile of x. Rows past the batch are not stored.
 
-    With few rows they are masked, so that x is not read several times. Otherwise their pointers repeat rows of x,
+    int4 weights with up to 16 rows of x mask them, which saves reads of x. Otherwise their pointers repeat rows of x,
     because a mask takes three instructions for each copy.
     """
     if FORMAT == "int4" and pointers.shape[0] == 16:
@@ -64,7 +64,7 @@ def _add_step(acc, words, inputs, scales, FORMAT: tl.constexpr, SCALES_VALUES: t
     else:
         values = _int4_tile(words, None, DTYPE)
     if scales is None or SCALES_VALUES:
-        acc = _finished(tl.dot(values, tl.trans(inputs), acc))
+        acc = _wait_for_dot(tl.dot(values, tl.trans(inputs), acc))
     else:
         acc += tl.dot(values, tl.trans(inputs)) * scales.to(tl.float32)[:, None]
     return acc

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
-NEGATIVE_ZEROS = "0x80008000"  # to add: there is no product of pairs of bfloat16 before Hopper
+NEGATIVE_ZEROS = "0x80008000"  # a pair of -0.0, the addend of an fma: GPUs before Hopper have no mul.bf16x2
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -79,12 +79,12 @@ def _fragments_ptx(dtype: str, has_scale: bool) -> str:
     $5: a pair of -8 - base in the same dtype. $6, if has_scale: a pair of the factor of the values.
     """
     base, unit = {"bf16": (0x43004300, 0x3F803F80), "f16": (0x64006400, 0x3C003C00)}[dtype]
-    lines = [f".reg .b32 second, third, fourth, unit, none; mov.b32 unit, {unit:#x}; mov.b32 none, {NEGATIVE_ZEROS};"]
+    lines = [f".reg .b32 second, third, fourth, unit, zeros; mov.b32 unit, {unit:#x}; mov.b32 zeros, {NEGATIVE_ZEROS};"]
     sources = ("$4", "second", "third", "fourth")
     lines += [f"shr.u32 {sources[i]}, $4, {4 * i};" for i in (1, 2, 3)]
     lines += [f"lop3.b32 ${i}, {sources[i]}, 0x000F000F, {base:#x}, 0xEA;" for i in range(4)]
     lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, unit, $5;" for i in range(4)]
-    lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, $6, none;" for i in range(4) if has_scale]
+    lines += [f"fma.rn.{dtype}x2 ${i}, ${i}, $6, zeros;" for i in range(4) if has_scale]
     return "{" + " ".join(lines) + "}"
 
 
@@ -95,10 +95,10 @@ def _fp8_fragments_ptx(dtype: str) -> str:
     the highest of a mantissa of the dtype, so that a factor makes the value, of subnormal codes too.
     """
     shift, mask, factor = {"bf16": (4, 0x87F087F0, 0x7B807B80), "f16": (7, 0xBF80BF80, 0x5C005C00)}[dtype]
-    lines = [f".reg .b32 factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, {NEGATIVE_ZEROS};"]
+    lines = [f".reg .b32 factor, zeros; mov.b32 factor, {factor:#x}; mov.b32 zeros, {NEGATIVE_ZEROS};"]
     for i, selector in enumerate(("0x9180", "0xB3A2")):
         lines.append(f"prmt.b32 ${i}, $2, 0, {selector}; shl.b32 ${i}, ${i}, {shift}; and.b32 ${i}, ${i}, {mask:#x};")
-        lines.append(f"fma.rn.{dtype}x2 ${i}, ${i}, factor, none;")
+        lines.append(f"fma.rn.{dtype}x2 ${i}, ${i}, factor, zeros;")
     return "{" + " ".join(lines) + "}"
 
 
@@ -286,13 +286,14 @@ def _fp8_fragment_values(words, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
-def _finished(sums):
-    """`sums` of a dot with a running total, after its instructions have ended. Costs no instruction.
+def _wait_for_dot(sums):
+    """`sums`, the result of a `tl.dot` with an accumulator, after its wgmma instructions have completed.
 
-    Otherwise Triton lets those of one step run into the next. Triton 3.6 may then overwrite the registers of an operand
-    that they still read (triton-lang/triton#9433), and with more than 4 warps, versions up to 3.7 may overwrite shared
-    memory that the instructions of other warps still read (triton-lang/triton#11047). A use of the sums in the step,
-    here in assembly without instructions, makes it wait.
+    Otherwise Triton leaves them running into the next step of the loop. Triton 3.6 may then overwrite registers of an
+    operand that they still read (triton-lang/triton#9433). With more than 4 warps, Triton up to 3.7 may overwrite
+    shared memory that the wgmma instructions of other warps still read (triton-lang/triton#11047). A use of the sums in
+    the same step, here inline assembly without instructions, makes Triton wait. The wait added up to 20% to the time
+    (GEMM of int4 experts, H200).
     """
     if HAS_PTX:
         sums = tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)

@@ -112,7 +112,10 @@ class _Builder:
         return records
 
     def _compile_kernels_of_checks(self) -> None:
-        """And those that end each step. These steps run the model's own code, which may depend on values."""
+        """Compile the kernels of the parity check's steps, and those that end each step.
+
+        These steps run the model's own code, which may depend on values.
+        """
         log.info("kernels of the parity check")
         prompts = CheckPrompts(self.plan, self.planned.architecture, self.planned.config, FIRST_SEED)
         with self._fake_cuda.tensors(runs_ops=True), self._tracker.track(), _experts_without_values():
@@ -177,7 +180,10 @@ class _Builder:
 
 @contextlib.contextmanager
 def _experts_without_values() -> Iterator[None]:
-    """Uncompiled experts compute nothing: they launch no kernel of ours, and read how many tokens each expert has."""
+    """In the block, uncompiled experts return an empty result.
+
+    They launch no kernel of tcdeploy, and read the number of tokens of each expert, which fake tensors do not have.
+    """
 
     def run(module: Any, hidden_states: Tensor, *_: Tensor) -> Tensor:
         return torch.empty_like(hidden_states)

@@ -33,7 +33,7 @@ COMPILED_FIELDS = (
     "name", "capability", "multiprocessors", "l2_bytes", "shared_bytes_per_block", "shared_bytes_per_multiprocessor",
     "registers_per_multiprocessor", "threads_per_multiprocessor",
 )  # fmt: skip
-MAX_PRODUCT_ROWS = 65_536  # of weights; a vocabulary has more
+MAX_PRODUCT_ROWS = 65_536  # n of a weight [n, k]; leaves out the head of a large vocabulary
 HINT = "build for this GPU: tcdeploy doctor --describe-gpu > GPU.json, then tcdeploy warm MODEL --target-gpu GPU.json"
 log = logging.getLogger("tcdeploy.start")
 
@@ -64,7 +64,10 @@ def check_description(build: BlindBuild, here: GPUDescription) -> None:
 
 
 def loading_reference_products(planned: PlannedModel, prompts: CheckPrompts) -> contextlib.AbstractContextManager[None]:
-    """Load the GEMM kernels of the reference while the model is loaded: other starts read it, or compile meanwhile."""
+    """Load the reference's GEMM kernels while the model is loaded.
+
+    Only for first starts: others read a stored reference, or compile while they compute it.
+    """
     plan = planned.plan
     shapes = product_shapes(planned.fake_model, planned.architecture.packed_linears)
     dtype = getattr(torch, plan.compute_dtype)
@@ -74,7 +77,10 @@ def loading_reference_products(planned: PlannedModel, prompts: CheckPrompts) -> 
 
 
 def product_shapes(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> set[tuple[int, int]]:
-    """[n, k] of the weights of linear layers, packed ones as one, without the head, which multiplies few rows."""
+    """[n, k] of the weights of linear layers; packed layers count as one.
+
+    Layers with more than MAX_PRODUCT_ROWS outputs are left out: the head multiplies few rows.
+    """
     sizes = {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()

@@ -50,7 +50,9 @@ __all__ = ["device"]
 
 CASE = "int4 in groups of 128"
 ALL_CASES = (CASE, "fp8_block", "fp8_channel")
-MAX_SPILLED_BYTES = 64  # of tiles with a limit of registers, with which two programs fit on an SM
+# Of tiles with a limit of registers, so that two programs fit on an SM. Only fp8_block in `f128` with 64 rows spills:
+# 32 bytes with Triton 3.6, and 56 with 3.7.
+MAX_SPILLED_BYTES = 64
 each_tile = pytest.mark.parametrize("tile", REGISTER_GEMM_TILES, ids=lambda tile: tile.name)
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 
@@ -220,9 +222,9 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
     assert spilled_bytes(ptx, tmp_path) <= (MAX_SPILLED_BYTES if tile.max_registers else 0)
 
 
-def test_a_product_that_runs_into_the_next_step_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_product_that_is_not_awaited_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(register_gemm_kernel, "_finished", unchanged)
+    monkeypatch.setattr(register_gemm_kernel, "_wait_for_dot", unchanged)
     launches = record_launches(monkeypatch)
     x, tensors, extras = product("fp8_channel", 32, "plain", n=512, k=4096)
     run("fp8_channel", x, tensors, extras)
@@ -235,7 +237,7 @@ def test_kernels_with_two_stages_compile_for_ada_and_fit_its_shared_memory(
     case: str, tile: RegisterGemmTile, rows: int, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton_tools, "HOPPER", GPUTarget("cuda", 89, 32))
+    monkeypatch.setattr(triton_tools, "HOPPER", GPUTarget("cuda", 89, 32))  # the target of `compile_for_hopper`
     monkeypatch.setattr(register_gemm, "max_stages", lambda device: 2)
     launches = record_launches(monkeypatch)
     x, tensors, extras = product(case, rows, form, n=512, k=4096)
