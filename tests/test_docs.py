@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / ".github").glob("*.md"))]
 PACKAGE = ROOT / "tcdeploy"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CONFLICT = re.compile(r"(<{7} |={7}$|>{7} )")  # git's
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 DOCUMENT = re.compile(r"[\w./-]+\.md\b")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -45,6 +46,11 @@ def test_a_missing_file_and_a_missing_heading_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b`, c\n[1](#a-b-c) [2](#a) [3](page.md#a-b-c) [4](none.md) [5](https://example.com/x)")
     assert list(broken_links(page)) == ["#a", "none.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_has_marks_of_an_unresolved_merge(page: Path) -> None:
+    assert [line for line in page.read_text(encoding="utf-8").splitlines() if CONFLICT.match(line)] == []
 
 
 def named_documents(source: str) -> set[str]:
