@@ -968,8 +968,10 @@ def test_a_killed_unpack_leaves_the_old_cache_intact_and_the_next_succeeds(
         forks.start(packed.bundle, tmp_path / "measured", keys.trusted)
         seconds = float(forks.line())
         assert forks.exit_code() == 0
-        for number in range(20):
-            moment = seconds * (number + source.random()) / 20
+        for number in range(100):
+            if number >= 20 and interrupted >= 5:  # on a loaded machine, many processes end before they are killed
+                break
+            moment = seconds * (number % 20 + source.random()) / 20
             forks.run_and_kill_after(moment, packed.bundle, folder, keys.trusted)
             content = contents(folder)
             assert {name: content[name] for name in before} == before

@@ -321,7 +321,7 @@ def test_nothing_is_written_if_no_file_can_be_added(kind: str, starts: Starts, m
     def restore(staging: StagingFolder, *args: Any) -> Manifest | None:
         earlier = restore_plan(staging, *args)
         if kind == "bundle":
-            staging.bundle = SimpleNamespace(files=(), signed_header=b"")  # type: ignore[assignment]
+            staging.bundle = SimpleNamespace(files=(), signed_header=b"", lacks_measurements=False)  # type: ignore[assignment]
         else:
             monkeypatch.setattr(staging, "target", staging.path)
         return earlier
