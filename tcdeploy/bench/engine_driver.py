@@ -62,11 +62,11 @@ class SteadyRun(NamedTuple):
 def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterator[list[Sequence]]:
     """Context manager: `count` sequences of `length` tokens with KV blocks and a slot each, released at the end."""
     slots, sequences = engine.scheduler.slots, []
-    for index in range(count):
-        blocks = engine.allocator.allocate(engine.allocator.blocks_for(length))
-        tokens = prompts.draw(length)
-        sequences.append(Sequence(-1 - index, tokens, length, SamplingParams(), blocks=blocks, slot=slots.allocate()))
     try:
+        for index in range(count):
+            tokens, blocks = prompts.draw(length), engine.allocator.allocate(engine.allocator.blocks_for(length))
+            slot = slots.allocate()
+            sequences.append(Sequence(-1 - index, tokens, length, SamplingParams(), blocks=blocks, slot=slot))
         yield sequences
     finally:
         engine.runner.row_assignment.clear()

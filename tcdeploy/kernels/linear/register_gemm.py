@@ -45,6 +45,17 @@ def max_stages(device: torch.device) -> int:
     return MAX_STAGES if properties.shared_memory_per_block_optin >= MIN_SHARED_BYTES else 2
 
 
+def fit_unroll(tile: RegisterGemmTile, k: int) -> int:
+    """The number of steps between two barriers."""
+    return math.gcd(tile.unroll, k // REGISTER_BLOCK_K)
+
+
+def fit_parts(tile: RegisterGemmTile, n: int, k: int) -> int:
+    """The number of parts of the columns of a weight [n, k]."""
+    parts = min(tile.splits, k // (REGISTER_BLOCK_K * fit_unroll(tile, k)))
+    return parts if tile.max_programs is None else max(min(parts, tile.max_programs // -(-n // tile.block_n)), 1)
+
+
 def register_gemm(
     out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated: bool, tile: RegisterGemmTile
 ) -> None:
@@ -56,10 +67,7 @@ def register_gemm(
     options: dict[str, int] = {"launch_pdl": True} if supports_pdl(x.device) else {}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
-    n_tiles, unroll = -(-n // tile.block_n), math.gcd(tile.unroll, k // REGISTER_BLOCK_K)
-    splits = min(tile.splits, k // (REGISTER_BLOCK_K * unroll))
-    if tile.max_programs is not None:
-        splits = max(min(splits, tile.max_programs // n_tiles), 1)
+    n_tiles, unroll, splits = -(-n // tile.block_n), fit_unroll(tile, k), fit_parts(tile, n, k)
     addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
     parts_dtype = x.dtype if tile.scales_values else torch.float32
     parts = x.new_empty(splits, rows, n, dtype=parts_dtype) if splits > 1 else None
