@@ -69,11 +69,10 @@ def loading_reference_products(planned: PlannedModel, prompts: CheckPrompts) -> 
     Only for first starts: others read a stored reference, or compile while they compute it.
     """
     plan = planned.plan
-    shapes = product_shapes(planned.fake_model, planned.architecture.packed_linears)
-    dtype = getattr(torch, plan.compute_dtype)
     if plan.device != "cuda":
         return contextlib.nullcontext()
-    return loading_products(shapes, tokens_per_pass(plan, prompts), dtype)
+    shapes = product_shapes(planned.fake_model, planned.architecture.packed_linears)
+    return loading_products(shapes, tokens_per_pass(plan, prompts), getattr(torch, plan.compute_dtype))
 
 
 def product_shapes(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> set[tuple[int, int]]:
