@@ -24,6 +24,7 @@ kernel of its own, since only `FORMAT` differs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -171,10 +172,12 @@ def dequantised(scheme: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> T
     weight = operands(scheme, tensors)
     n, row_bytes = weight.weight.shape
     out = torch.empty(n, weight.k, dtype=dtype, device=weight.weight.device)
+    columns_per_scale = math.gcd(DEQUANTISE_BYTES * weight.per_byte, weight.group)
     DEQUANTISE.launch(
         (-(-n // DEQUANTISE_ROWS), -(-row_bytes // DEQUANTISE_BYTES)),
         out, weight.weight, weight.row_scale, weight.group_scale, weight.zero, n, weight.k, row_bytes, weight.groups,
-        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, weight.is_interleaved,
+        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, columns_per_scale,
+        weight.is_interleaved,
         num_warps=DEQUANTISE_WARPS,
     )  # fmt: skip
     return out
