@@ -6,7 +6,7 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 2 to 128 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
+- 2 to 512 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
   with FP8 weights (register_gemm.py): the weight is the first operand of larger tensor-core instructions.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
@@ -39,6 +39,7 @@ from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
 from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
+    MAX_INTERLEAVED_ROWS,
     MIN_SLICE,
     WIDE_N,
     RegisterGemmTile,
@@ -76,7 +77,8 @@ def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tens
     # Scales of such groups multiply the values, which is exact in nvfp4 only.
     if rows > 1 and weight.group % MIN_SLICE and scheme != fp4_scheme.NVFP4_NAME:
         return False
-    return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
+    is_size = is_supported(rows, n, weight.k, weight.group, weight.per_byte, weight.is_interleaved)
+    return is_whole and is_contiguous and is_size
 
 
 def is_norm_fusable(scheme: str, tensors: Sequence[Tensor]) -> bool:
@@ -234,7 +236,7 @@ for _scheme in FORMATS:
         SchemeKernel(
             "cuda",
             functools.partial(matmul, _scheme),
-            max_rows=MAX_GEMM_ROWS,
+            max_rows=MAX_INTERLEAVED_ROWS if _scheme in INTERLEAVED_NAMES else MAX_GEMM_ROWS,
             accepts=functools.partial(accepts, _scheme),
         ),
         SchemeKernel(

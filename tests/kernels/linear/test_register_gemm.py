@@ -15,12 +15,14 @@ from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
 from tcdeploy.kernels.linear import register_gemm, register_gemm_kernel
+from tcdeploy.kernels.linear.register_gemm import MAX_BLOCK_M, count_tiles, fit_parts
 from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _plain_fragment
 from tcdeploy.kernels.linear.scheme_matmul import matmul
 from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
-    MAX_GEMM_ROWS,
+    MAX_INTERLEAVED_ROWS,
     REGISTER_GEMM_TILES,
+    WIDE_N,
     RegisterGemmTile,
     choose_tile,
     register_gemm_tile,
@@ -42,6 +44,7 @@ from tests.triton_tools import (
     compile_for_hopper,
     device,
     record_launches,
+    specialization_key,
     spilled_bytes,
     triton_interpreter,
 )
@@ -92,6 +95,40 @@ def test_each_form_agrees_and_writes_only_its_rows(
     y = run(case, x, tensors, extras, tile=tile)
     assert_product_agrees(case, y, x, tensors, extras, tile)
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@pytest.mark.parametrize("form", ["plain", "added", "gated"])
+@pytest.mark.parametrize("n", [160, WIDE_N])
+@pytest.mark.parametrize("rows", [129, 300])
+def test_more_rows_than_a_program_multiplies(
+    rows: int, n: int, form: str, device: str, poisoned_outputs: list[Tensor]
+) -> None:
+    """With one and with several parts of the columns. Rows of another program exceed the tolerance."""
+    x, tensors, extras = product(CASE, rows, form, device=device, n=n, k=256)
+    y = run(CASE, x, tensors, extras)
+    assert_product_agrees(CASE, y, x, tensors, extras)
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+    with pytest.raises(AssertionError):
+        assert_product_agrees(CASE, y.roll(MAX_BLOCK_M, 0), x, tensors, extras)
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "parts"), [
+    (128, 6144, 4096, 5), (256, 6144, 4096, 2), (512, 6144, 4096, 1), (129, 4096, 4096, 4), (256, 4096, 14336, 4),
+    (512, 4096, 14336, 2), (512, 28672, 4096, 1),
+])  # fmt: skip
+def test_the_programs_of_many_rows_fit_the_gpu_at_once(rows: int, n: int, k: int, parts: int) -> None:
+    """Unless the tiles alone are more programs."""
+    tile = register_gemm_tile(rows, n, k)
+    assert fit_parts(tile, rows, n, k) == parts
+    assert tile.scales_values and (parts == 1 or parts * count_tiles(tile, rows, n) <= 2 * 132)
+
+
+def test_all_numbers_of_many_rows_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    for rows in (100, 128, 129, 256, 512):
+        x, tensors, extras = product(CASE, rows, "gated", n=WIDE_N, k=256)
+        run(CASE, x, tensors, extras)
+    assert len({specialization_key(launch) for launch in launches}) == 1 < len(launches)
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
@@ -195,7 +232,7 @@ def test_which_8_bit_weights_the_register_gemm_takes(scheme: str, k: int, is_reg
 
 def test_scales_multiply_the_values_only_where_the_sums_are_too_many() -> None:
     for n, k in SHAPES:
-        rows = [rows for rows in range(2, MAX_GEMM_ROWS + 1) if not register_gemm_tile(rows, n, k).scales_values]
+        rows = [rows for rows in range(2, MAX_INTERLEAVED_ROWS + 1) if not register_gemm_tile(rows, n, k).scales_values]
         assert rows == [*range(2, (32 if n == 28672 else 64) + 1)]
 
 
