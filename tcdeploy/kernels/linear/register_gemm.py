@@ -53,13 +53,15 @@ def fit_unroll(tile: RegisterGemmTile, k: int) -> int:
 
 def fit_parts(tile: RegisterGemmTile, rows: int, n: int, k: int) -> int:
     """The number of parts of the columns of a weight [n, k]."""
-    parts, programs = min(tile.splits, k // (REGISTER_BLOCK_K * fit_unroll(tile, k))), count_tiles(tile, rows, n)
-    return parts if tile.max_programs is None else max(min(parts, tile.max_programs // programs), 1)
+    parts = min(tile.splits, k // (REGISTER_BLOCK_K * fit_unroll(tile, k)))
+    if tile.max_programs is None:
+        return parts
+    return max(min(parts, tile.max_programs // math.prod(count_tiles(tile, rows, n))), 1)
 
 
-def count_tiles(tile: RegisterGemmTile, rows: int, n: int) -> int:
-    """The number of programs that compute one part of the columns."""
-    return -(-rows // MAX_BLOCK_M) * -(-n // tile.block_n)
+def count_tiles(tile: RegisterGemmTile, rows: int, n: int) -> tuple[int, int]:
+    """The number of tiles of rows of x, and of rows of the weight."""
+    return -(-rows // MAX_BLOCK_M), -(-n // tile.block_n)
 
 
 def register_gemm(
@@ -79,9 +81,9 @@ def register_gemm(
     parts_dtype = x.dtype if tile.scales_values else torch.float32
     parts = x.new_empty(splits, rows, n, dtype=parts_dtype) if splits > 1 else None
     GEMM.launch(
-        (count_tiles(tile, rows, n), splits),
+        (*count_tiles(tile, rows, n), splits),
         out if parts is None else parts, x, words, weight.row_scale, weight.group_scale,
-        addend if parts is None else None, rows, -(-rows // block_m), n, k, splits, words.shape[1], weight.groups,
+        addend if parts is None else None, rows, n, k, splits, words.shape[1], weight.groups,
         x.stride(0), addend_stride, weight.format, weight.group, weight.row_block, block_m, tile.block_n,
         REGISTER_BLOCK_K, gated, parts is not None, tile.scales_values, unroll, supports_pdl(x.device),
         num_warps=tile.num_warps, num_stages=min(tile.num_stages, max_stages(x.device)), **options,

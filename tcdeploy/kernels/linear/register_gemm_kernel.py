@@ -71,18 +71,17 @@ def _add_step(acc, words, inputs, scales, FORMAT: tl.constexpr, SCALES_VALUES: t
 
 
 @ignore_comments
-@triton.jit(do_not_specialize=["rows", "m_tiles"])
+@triton.jit(do_not_specialize=["rows"])
 def _register_gemm_kernel(
-    out, x, weight, row_scale, group_scale, addend, rows, m_tiles, n, k, splits, row_words, groups, x_stride,
-    addend_stride,
+    out, x, weight, row_scale, group_scale, addend, rows, n, k, splits, row_words, groups, x_stride, addend_stride,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, IS_SPLIT: tl.constexpr, SCALES_VALUES: tl.constexpr,
     UNROLL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     PER_WORD: tl.constexpr = 4 if FORMAT == "fp8" else 8
     # Programs of the same rows of the weight are neighbours, so that the L2 cache serves all but the first.
-    n_tile, part, steps = tl.program_id(0) // m_tiles, tl.program_id(1), k // (BLOCK_K * UNROLL)
-    first_row, row, tile_row = tl.program_id(0) % m_tiles * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    n_tile, part, steps = tl.program_id(1), tl.program_id(2), k // (BLOCK_K * UNROLL)
+    first_row, row, tile_row = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     first, end = part * steps // splits * (BLOCK_K * UNROLL), (part + 1) * steps // splits * (BLOCK_K * UNROLL)
     if GATED:  # eight gate rows, then their up rows: a thread has the sums of both
         n //= 2

@@ -163,7 +163,7 @@ def test_only_kernels_that_know_the_order_are_chosen() -> None:
 
 
 @pytest.mark.parametrize(("rows", "scheme", "is_taken"), [
-    (512, "int4_bfloat16_interleaved", True), (513, "int4_bfloat16_interleaved", False), (129, "int4_bfloat16", False),
+    (384, "int4_bfloat16_interleaved", True), (385, "int4_bfloat16_interleaved", False), (129, "int4_bfloat16", False),
 ])  # fmt: skip
 def test_how_many_rows_the_kernels_take(rows: int, scheme: str, is_taken: bool) -> None:
     tensors = weight_tensors(CASE, 64, K)
