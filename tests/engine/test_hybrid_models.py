@@ -224,6 +224,7 @@ def test_a_long_prompt(tmp_path: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("flags", [{}, {"region": "blocks"}, {"shapes": "dynamic", "buckets": (128,)}], ids=str)
 def test_compiled_programs(family: str, flags: dict[str, Any], tmp_path: Any, cache_dir: str) -> None:
+    reset_programs()
     model = save_model(family, tmp_path / "model")
     prepared = deploy(model, cache_dir, **flags)
     assert all(record.parity.passed and not record.graph_breaks for record in prepared.records)
@@ -236,6 +237,7 @@ def test_compiled_programs(family: str, flags: dict[str, Any], tmp_path: Any, ca
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_passes_the_parity_check(family: str, tmp_path: Any, cache_dir: str) -> None:
+    reset_programs()
     model = save_model(family, tmp_path / "model")
     prepared = deploy(model, cache_dir, dtype="bfloat16")
     assert all(record.parity.passed for record in prepared.records)
