@@ -9,6 +9,7 @@ CACHE_EPOCH, which is raised by hand.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,11 +26,13 @@ DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunction
 
 def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
     """The digest of each file, by its path relative to `root`, in sorted order. Raises OSError and SyntaxError."""
-    digests: dict[str, str] = {}
-    for path in sorted(paths):
-        drop_docstrings(tree := parse_source(path.read_bytes()))
-        digests[path.relative_to(root).as_posix()] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-    return digests
+    return {path.relative_to(root).as_posix(): _digest(path.read_bytes()) for path in sorted(paths)}
+
+
+@functools.cache
+def _digest(source: bytes) -> str:
+    drop_docstrings(tree := parse_source(source))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

@@ -112,7 +112,7 @@ def test_a_process_initialises_its_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_products_that_fail_in_advance_do_not_end_the_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "tcdeploy.engine")
-    with early_gpu.loading_products({(8, 4)}, 2, "no dtype"):  # type: ignore[arg-type]
+    with early_gpu.loading_products({(8, 4)}, {2}, "no dtype", True):  # type: ignore[arg-type]
         pass
     assert "products were not loaded in advance" in caplog.text
 
@@ -123,6 +123,10 @@ def test_products_are_those_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     monkeypatch.setattr(early_gpu.functional, "linear", lambda x, w: calls.append((*x.shape, *w.shape, x.dtype)))
     monkeypatch.setattr(early_gpu, "split_gemm", lambda x, w: calls.append((*x.shape, *w.shape, x.dtype)))
-    with early_gpu.loading_products({(8, 4)}, 2, torch.bfloat16):
+    with early_gpu.loading_products({(8, 4)}, {2}, torch.bfloat16, is_precise=True):
         pass
     assert calls == [(1, 2, 4, 8, 4, torch.bfloat16), (2, 4, 4, 8, torch.float32)]
+    calls.clear()
+    with early_gpu.loading_products({(8, 4)}, [2, 3], torch.bfloat16, is_precise=False):
+        pass
+    assert calls == [(1, rows, 4, 8, 4, torch.bfloat16) for rows in (2, 3)]

@@ -9,12 +9,13 @@ kernels. Compiled decode steps may launch others, because of programs/passes/ an
 their first launch.
 
 `loading_products` multiplies matrices of the model's shapes, so that cuBLAS's kernels are loaded before the reference
-uses them.
+or the steps use them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -75,12 +76,15 @@ def _use_libraries(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def loading_products(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> Iterator[None]:
-    """Load the GEMM kernels of a reference in a thread while the block runs, which cuBLAS does at their first use.
+def loading_products(
+    shapes: Collection[tuple[int, int]], rows: Collection[int], dtype: torch.dtype, is_precise: bool
+) -> Iterator[None]:
+    """Load GEMM kernels in a thread while the block runs, which cuBLAS does at their first use.
 
-    `shapes`: [n, k] of the weights. `rows`: of the activations.
+    `shapes`: [n, k] of the weights. `rows`: numbers of rows of the activations. `is_precise`: also those of the precise
+    pass of a reference.
     """
-    thread = threading.Thread(target=_multiply, args=(shapes, rows, dtype), name="gpu-products")
+    thread = threading.Thread(target=_multiply, args=(shapes, rows, dtype, is_precise), name="gpu-products")
     thread.start()
     try:
         yield
@@ -89,15 +93,15 @@ def loading_products(shapes: Collection[tuple[int, int]], rows: int, dtype: torc
 
 
 @torch.no_grad()
-def _multiply(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> None:
-    """Multiply as the passes of engine/check/reference.py do, in both precisions."""
+def _multiply(shapes: Collection[tuple[int, int]], rows: Collection[int], dtype: torch.dtype, is_precise: bool) -> None:
+    """Multiply as steps and the passes of engine/check/reference.py do."""
     try:
-        for n, k in shapes:
-            activations, weight = (torch.zeros(size, k, dtype=dtype, device="cuda") for size in (rows, n))
+        for (n, k), count in itertools.product(shapes, rows):
+            activations, weight = (torch.zeros(size, k, dtype=dtype, device="cuda") for size in (count, n))
             functional.linear(activations[None], weight)
-            if dtype == torch.bfloat16:
+            if is_precise and dtype == torch.bfloat16:
                 split_gemm(activations.float(), weight.T)
-    except Exception as error:  # such as too little memory: then the reference loads them
+    except Exception as error:  # such as too little memory: then their first use loads them
         log.debug("products were not loaded in advance: %s", error)
 
 
