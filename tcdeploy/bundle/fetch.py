@@ -89,7 +89,7 @@ def fetch(
             key = _check_compatible(wanted, header, address.redacted)
             unpacked = unpack(
                 path, Path(plan.cache_dir), trusted_keys, cache.allow_unsigned, cache.allow_rollback,
-                recipe.trust_cache_dir,
+                recipe.trust_cache_dir, keeps_measurements=not recipe.require_signed,
             )  # fmt: skip
     return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
 
