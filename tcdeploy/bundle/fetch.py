@@ -68,7 +68,8 @@ def fetch(
     """
     start, progress = time.perf_counter(), progress or NullProgress()
     trusted_keys = trusted_keys or default_trusted_keys_folder()
-    planned = decide(recipe, policy=SigningPolicy(trusted_keys, recipe.require_signed), needs_weights=False)
+    policy = SigningPolicy(trusted_keys, recipe.require_signed)
+    planned = decide(recipe, policy=policy, needs_weights=False, keeps_probe=True)
     plan = planned.plan
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
     if manifest_path(plan.cache_dir, plan.key).is_file():
