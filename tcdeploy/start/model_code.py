@@ -38,7 +38,7 @@ from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.warm.early_gpu import compiling_kernels_of, initializing_gpu
+from tcdeploy.engine.warm.early_gpu import compiling_kernels_of, start_initializing_gpu
 from tcdeploy.engine.warm.program_setup import install_programs
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.host.progress import NullProgress, Progress
@@ -60,10 +60,10 @@ from tcdeploy.programs.aot import PackageExchange
 from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
-from tcdeploy.start.blind import first_start
+from tcdeploy.start.blind.first_start import check_first_start, loading_reference_products, report_other_targets
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
-from tcdeploy.start.hashing import hash_in_advance
+from tcdeploy.start.hashing import hash_in_advance, hashing_sources
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
 from tcdeploy.start.planned import PlannedModel, StartRequest
 from tcdeploy.start.record.factors import start_factors
@@ -105,7 +105,7 @@ class ModelCode:
 
     def decide(self) -> PlannedModel:
         if self._request.recipe.device != "cpu":
-            self._gpu_setup.enter_context(initializing_gpu())
+            self._gpu_setup.callback(start_initializing_gpu())
         request, recipe = self._request, self._request.recipe
         packaged = dataclasses.replace(recipe, programs="aot") if may_use_packages(request) else recipe
         factors = start_factors(packaged, local_folder(recipe.model, recipe.revision))
@@ -138,11 +138,11 @@ class ModelCode:
         request, planned, staging = self._request, self.planned, self._staging
         self._earlier = earlier
         if earlier is None:
-            first_start.report_other_targets(planned.plan, planned.environment, request.recipe.compile)
+            report_other_targets(planned.plan, planned.environment, request.recipe.compile)
             _refuse_cold_start(planned.plan, staging)
         elif self._is_first_start:
-            first_start.check_first_start(earlier, planned.environment, staging)
-            self._gpu_setup.enter_context(first_start.loading_reference_products(planned, self.prompts))
+            check_first_start(earlier, planned.environment, staging)
+            self._gpu_setup.enter_context(loading_reference_products(planned, self.prompts))
         if planned.plan.programs == "aot":
             hash_in_advance(self._is_first_start)
         compiles_here = self._is_cold and not request.eager
@@ -170,8 +170,8 @@ class ModelCode:
         """Read the reference, or compute it."""
         self._gpu_setup.close()
         planned, plan = self.planned, self.planned.plan
-        preparation = first_start.preparing_steps(planned) if self._is_first_start else nullcontext()
-        with preparation, compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
+        hashing = hashing_sources(planned) if self._is_first_start and plan.programs == "aot" else nullcontext()
+        with hashing, compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()
             stored = None
             # A difference from a stored reference needs the model to be loaded again, which a server cannot do.

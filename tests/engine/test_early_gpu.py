@@ -14,7 +14,7 @@ import torch
 
 from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.engine.warm import early_gpu
-from tcdeploy.engine.warm.early_gpu import initializing_gpu, precompile_kernels
+from tcdeploy.engine.warm.early_gpu import precompile_kernels, start_initializing_gpu
 from tcdeploy.planning.plan import Bucket
 
 BUCKET = Bucket("prefill", 2048)
@@ -92,8 +92,8 @@ def test_an_error_is_left_to_the_start(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(early_gpu, "_use_libraries", fail)
-    with caplog.at_level(logging.DEBUG), initializing_gpu():
-        pass
+    with caplog.at_level(logging.DEBUG):
+        start_initializing_gpu()()
     assert "gpu-initialization: no memory" in caplog.text
 
 
@@ -105,14 +105,33 @@ def test_a_process_initialises_its_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(early_gpu, "_use_libraries", calls.append)
     for _ in range(2):
-        with initializing_gpu():
-            pass
+        start_initializing_gpu()()
+    assert calls == [torch.device("cuda")]
+
+
+def test_a_second_start_waits_for_the_thread_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start from packages that finds no record does not wait, and the start with the model's code does."""
+    running, calls = threading.Event(), list[torch.device]()
+
+    def use_libraries(device: torch.device) -> None:
+        running.wait(10)
+        calls.append(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # not yet
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(early_gpu, "_use_libraries", use_libraries)
+    start_initializing_gpu()
+    wait = start_initializing_gpu()
+    assert calls == []
+    running.set()
+    wait()
     assert calls == [torch.device("cuda")]
 
 
 def test_products_that_fail_in_advance_do_not_end_the_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "tcdeploy.engine")
-    with early_gpu.loading_products({(8, 4)}, {2}, "no dtype", True):  # type: ignore[arg-type]
+    with early_gpu.loading_products({(8, 4)}, 2, "no dtype"):  # type: ignore[arg-type]
         pass
     assert "products were not loaded in advance" in caplog.text
 
@@ -123,10 +142,6 @@ def test_products_are_those_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     monkeypatch.setattr(early_gpu.functional, "linear", lambda x, w: calls.append((*x.shape, *w.shape, x.dtype)))
     monkeypatch.setattr(early_gpu, "split_gemm", lambda x, w: calls.append((*x.shape, *w.shape, x.dtype)))
-    with early_gpu.loading_products({(8, 4)}, {2}, torch.bfloat16, is_precise=True):
+    with early_gpu.loading_products({(8, 4)}, 2, torch.bfloat16):
         pass
     assert calls == [(1, 2, 4, 8, 4, torch.bfloat16), (2, 4, 4, 8, torch.float32)]
-    calls.clear()
-    with early_gpu.loading_products({(8, 4)}, [2, 3], torch.bfloat16, is_precise=False):
-        pass
-    assert calls == [(1, rows, 4, 8, 4, torch.bfloat16) for rows in (2, 3)]

@@ -171,7 +171,7 @@ def test_a_file_that_is_no_kernel_is_not_examined(tmp_path: Path, monkeypatch: p
 def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     tmp_path: Path, filled_packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tcdeploy.start import loaded_start
+    from tcdeploy.start import loaded_start, model_code
     from tcdeploy.start.prepare import prepare
 
     folder = Path(shutil.copytree(filled_packages, tmp_path / "cache"))
@@ -182,9 +182,9 @@ def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     files = tuple(file for file in manifest.files if not file.path.startswith(("aot/start-", "references/")))
     blind = BlindBuild(H200, ())
     write_manifest(path, dataclasses.replace(manifest, buckets=records, files=files, blind=blind, step_costs=None))
-    monkeypatch.setattr(first_start, "check_first_start", lambda *_: None)
-    hashing = mock.Mock(wraps=first_start.hashing_sources)
-    monkeypatch.setattr(first_start, "hashing_sources", hashing)
+    monkeypatch.setattr(model_code, "check_first_start", lambda *_: None)
+    hashing = mock.Mock(wraps=model_code.hashing_sources)
+    monkeypatch.setattr(model_code, "hashing_sources", hashing)
     monkeypatch.setattr(loaded_start, "measure_step_costs", None)  # a call of it raises
     recipe = Recipe(model=TINY, device="cpu", buckets=(32,), batch_sizes=(4,), programs="aot", cache_dir=str(folder))
     deployed = prepare(recipe, serves=True)

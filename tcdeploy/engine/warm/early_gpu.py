@@ -1,7 +1,7 @@
 """Prepares the GPU in threads, while a start does something else.
 
-`initializing_gpu` loads CUDA's libraries and the kernels of operators, which CUDA does at their first use. These calls
-mostly do not hold the GIL.
+`start_initializing_gpu` loads CUDA's libraries and the kernels of operators, which CUDA does at their first use. These
+calls mostly do not hold the GIL.
 
 `compiling_kernels_of` launches the Triton kernels of a start's first steps. The steps run uncompiled, and their
 launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill steps launch the same attention
@@ -9,16 +9,15 @@ kernels. Compiled decode steps may launch others, because of programs/passes/ an
 their first launch.
 
 `loading_products` multiplies matrices of the model's shapes, so that cuBLAS's kernels are loaded before the reference
-or the steps use them.
+uses them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch.nn import functional
@@ -34,24 +33,27 @@ from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
 
 ROWS, COLUMNS = 8, 256
+_initialization: threading.Thread | None = None  # the latest
 log = logging.getLogger("tcdeploy.engine")
 
 
-@contextlib.contextmanager
-def initializing_gpu() -> Iterator[None]:
-    """Initialise the current GPU, if any, while the block runs, whose next CUDA call raises an error of it.
+def start_initializing_gpu() -> Callable[[], None]:
+    """Initialise the current GPU, if any, in a thread. Returns a function that waits for it.
 
-    Does nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
+    While the thread runs, a second call returns the same function. Errors are raised by the next CUDA call. Does
+    nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
     """
-    if not torch.cuda.is_available() or torch.cuda.is_initialized():
-        yield
-        return
-    thread = threading.Thread(target=_initialize, name="gpu-initialization")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    global _initialization
+    if _initialization is None or not _initialization.is_alive():
+        if not torch.cuda.is_available() or torch.cuda.is_initialized():
+            return do_nothing
+        _initialization = threading.Thread(target=_initialize, name="gpu-initialization")
+        _initialization.start()
+    return _initialization.join
+
+
+def do_nothing() -> None:
+    pass
 
 
 def _initialize() -> None:
@@ -76,15 +78,12 @@ def _use_libraries(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def loading_products(
-    shapes: Collection[tuple[int, int]], rows: Collection[int], dtype: torch.dtype, is_precise: bool
-) -> Iterator[None]:
-    """Load GEMM kernels in a thread while the block runs, which cuBLAS does at their first use.
+def loading_products(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> Iterator[None]:
+    """Load the GEMM kernels of a reference in a thread while the block runs, which cuBLAS does at their first use.
 
-    `shapes`: [n, k] of the weights. `rows`: numbers of rows of the activations. `is_precise`: also those of the precise
-    pass of a reference.
+    `shapes`: [n, k] of the weights. `rows`: of the activations.
     """
-    thread = threading.Thread(target=_multiply, args=(shapes, rows, dtype, is_precise), name="gpu-products")
+    thread = threading.Thread(target=_multiply, args=(shapes, rows, dtype), name="gpu-products")
     thread.start()
     try:
         yield
@@ -93,15 +92,15 @@ def loading_products(
 
 
 @torch.no_grad()
-def _multiply(shapes: Collection[tuple[int, int]], rows: Collection[int], dtype: torch.dtype, is_precise: bool) -> None:
-    """Multiply as steps and the passes of engine/check/reference.py do."""
+def _multiply(shapes: Collection[tuple[int, int]], rows: int, dtype: torch.dtype) -> None:
+    """Multiply as the passes of engine/check/reference.py do, in both precisions."""
     try:
-        for (n, k), count in itertools.product(shapes, rows):
-            activations, weight = (torch.zeros(size, k, dtype=dtype, device="cuda") for size in (count, n))
+        for n, k in shapes:
+            activations, weight = (torch.zeros(size, k, dtype=dtype, device="cuda") for size in (rows, n))
             functional.linear(activations[None], weight)
-            if is_precise and dtype == torch.bfloat16:
+            if dtype == torch.bfloat16:
                 split_gemm(activations.float(), weight.T)
-    except Exception as error:  # such as too little memory: then their first use loads them
+    except Exception as error:  # such as too little memory: then the reference loads them
         log.debug("products were not loaded in advance: %s", error)
 
 

@@ -19,13 +19,11 @@ from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifests
 from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.reference import tokens_per_pass
-from tcdeploy.engine.step.step_graphs import EARLY_SIZES
 from tcdeploy.engine.warm.early_gpu import loading_products
 from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.gpu_description import GPUDescription, describe_first_gpu
 from tcdeploy.planning.plan import Plan
-from tcdeploy.start.hashing import hashing_sources
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.torch_compat.blind.cubin import architecture
 
@@ -70,28 +68,11 @@ def loading_reference_products(planned: PlannedModel, prompts: CheckPrompts) -> 
 
     Only for first starts: others read a stored reference, or compile while they compute it.
     """
-    return _loading_products(planned, {tokens_per_pass(planned.plan, prompts)}, is_precise=True)
-
-
-@contextlib.contextmanager
-def preparing_steps(planned: PlannedModel) -> Iterator[None]:
-    """While the GPU computes the reference: hash the sources, and load the GEMM kernels of captured prefill steps."""
-    plan = planned.plan
-    sizes = {bucket.size for bucket in plan.prefill_buckets}
-    sizes |= {size for bucket in plan.prefill_buckets for size in plan.step_sizes(bucket) if size in EARLY_SIZES}
-    hashing = hashing_sources(planned) if plan.programs == "aot" else contextlib.nullcontext()
-    with hashing, _loading_products(planned, sizes, is_precise=False):
-        yield
-
-
-def _loading_products(
-    planned: PlannedModel, rows: set[int], is_precise: bool
-) -> contextlib.AbstractContextManager[None]:
     plan = planned.plan
     if plan.device != "cuda":
         return contextlib.nullcontext()
     shapes = product_shapes(planned.fake_model, planned.architecture.packed_linears)
-    return loading_products(shapes, rows, getattr(torch, plan.compute_dtype), is_precise)
+    return loading_products(shapes, tokens_per_pass(plan, prompts), getattr(torch, plan.compute_dtype))
 
 
 def product_shapes(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> set[tuple[int, int]]:
