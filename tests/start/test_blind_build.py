@@ -1,4 +1,4 @@
-"""Builds for GPUs that the machine does not have. They need PyTorch's CUDA build, and no driver."""
+"""Builds for GPUs that the machine does not have. With a CPU build of PyTorch, see cuda_build.py."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from tcdeploy.start.blind import build
 from tcdeploy.start.blind.build import copy_winners
 from tcdeploy.torch_compat.blind.cubin import architecture
 from tests.conftest import TINY, RunCLI
+from tests.start.cuda_build import cuda_build
 
-SHAPES = ("--load-format", "dummy", "--buckets", "64", "--batch-sizes", "1,4")
-needs_cuda_build = pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch is built for CPUs")
+SHAPES = ("--load-format", "dummy", "--buckets", "64", "--batch-sizes", "1")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return cuda_build(tmp_path_factory.mktemp("cuda_build"))
 
 
 def architectures(folder: Path, manifest: Manifest) -> set[int]:
@@ -37,25 +42,25 @@ def architectures(folder: Path, manifest: Manifest) -> set[int]:
     return found
 
 
-@needs_cuda_build
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("target", "programs", "number"), [("l4", "jit", 89), ("h200", "auto", 90), ("b200", "auto", 100)]
+    ("target", "programs", "number"),
+    [("l4", "jit", 89), ("h200", "auto", 90), pytest.param("b200", "auto", 100, marks=pytest.mark.long)],
 )
 def test_programs_and_kernels_are_compiled_for_the_target(
-    run_cli: RunCLI, tmp_path: Path, target: str, programs: str, number: int
+    run_cli: RunCLI, environment: dict[str, str], tmp_path: Path, target: str, programs: str, number: int
 ) -> None:
     folder, bundle = tmp_path / "cache", tmp_path / "plan.tcb"
     flags = (*SHAPES, "--programs", programs, "--cache-dir", str(folder))
     planned = json.loads(run_cli("warm", TINY, *flags, "--dry-run", "--target-gpu", target, "--json").stdout)["plan"]
-    done = run_cli("warm", TINY, *flags, "--target-gpu", target, "--json", new=True)
+    done = run_cli("warm", TINY, *flags, "--target-gpu", target, "--json", new=True, **environment)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     [(key, manifest)] = read_manifests(folder).items()
     assert key == report["plan_key"] and (programs != "jit" or key == planned["key"])
-    assert [record.bucket for record in manifest.buckets] == ["prefill:64", "decode:1", "decode:4"]
+    assert [record.bucket for record in manifest.buckets] == ["prefill:64", "decode:1"]
     assert {record.outcome for record in manifest.buckets} == {"blind"} and not manifest.was_warm
     assert architectures(folder, manifest) == {number}
+    assert manifest.environment["torch"] == torch.__version__  # in the key, so a CUDA build misses those of a CPU build
     assert manifest.blind is not None and manifest.blind.choices == tuple(report["choices"]) != ()
     folders = {file.path.partition("/")[0] for file in manifest.files}
     assert folders == {"aot", "triton"} if programs == "auto" else {"fxgraph", "aotautograd", "triton"} <= folders
@@ -68,17 +73,18 @@ def test_programs_and_kernels_are_compiled_for_the_target(
     assert refused.returncode == 3 and "were built for NVIDIA" in refused.stderr
 
 
-@needs_cuda_build
 @pytest.mark.long
-def test_measured_configurations_of_a_bundle_are_taken(run_cli: RunCLI, tmp_path: Path) -> None:
+def test_measured_configurations_of_a_bundle_are_taken(
+    run_cli: RunCLI, environment: dict[str, str], tmp_path: Path
+) -> None:
     flags = ("warm", TINY, *SHAPES, "--programs", "jit", "--target-gpu", "l4", "--json")
-    first = json.loads(run_cli(*flags, "--cache-dir", str(tmp_path / "first"), new=True).stdout)
+    first = json.loads(run_cli(*flags, "--cache-dir", str(tmp_path / "first"), new=True, **environment).stdout)
     unmeasured = [choice for choice in first["choices"] if choice.startswith("kernel")]
     assert unmeasured
     for path in (tmp_path / "first").rglob("*.best_config"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "time_taken_ms": 1}))
     winners = ("--winners", str(tmp_path / "first"), "--cache-dir", str(tmp_path / "second"))
-    second = json.loads(run_cli(*flags, *winners, new=True).stdout)
+    second = json.loads(run_cli(*flags, *winners, new=True, **environment).stdout)
     assert [choice for choice in second["choices"] if choice.startswith("kernel")] == []
 
 
@@ -147,15 +153,16 @@ MIXTURE = {
 }  # fmt: skip
 
 
-@needs_cuda_build
 @pytest.mark.long
 @pytest.mark.parametrize("quantize", [(), ("--quantize", "fp8")])
-def test_the_kernels_of_a_mixture_are_compiled(run_cli: RunCLI, tmp_path: Path, quantize: tuple[str, ...]) -> None:
+def test_the_kernels_of_a_mixture_are_compiled(
+    run_cli: RunCLI, environment: dict[str, str], tmp_path: Path, quantize: tuple[str, ...]
+) -> None:
     """Also those that end a step, which no package contains: uncompiled experts read how many tokens each has."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     flags = (*SHAPES, *quantize, "--target-gpu", "h200", "--cache-dir", str(tmp_path / "cache"), "--json")
-    done = run_cli("warm", str(tmp_path / "model"), *flags, new=True)
+    done = run_cli("warm", str(tmp_path / "model"), *flags, new=True, **environment)
     assert done.returncode == 0, done.stderr
     assert not [choice for choice in json.loads(done.stdout)["choices"] if "uncompiled steps" in choice]
     [manifest] = read_manifests(tmp_path / "cache").values()
