@@ -25,6 +25,7 @@ from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.trust.signing import TrustedKey, default_trusted_keys_folder
+from tcdeploy.engine.warm.early_gpu import start_initializing_gpu
 from tcdeploy.errors import MismatchError, TcdeployError, TrustError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.host.temporary_files import temporary_folder
@@ -71,6 +72,8 @@ def fetch(
     policy = SigningPolicy(trusted_keys, recipe.require_signed)
     planned = decide(recipe, policy=policy, needs_weights=False, keeps_probe=True)
     plan = planned.plan
+    if plan.device == "cuda":
+        start_initializing_gpu()  # the start that follows waits for it
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
     if manifest_path(plan.cache_dir, plan.key).is_file():
         check_folder(plan.cache_dir, recipe.trust_cache_dir, must_exist=True)  # it may be newer than the first check
