@@ -6,8 +6,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,10 @@ from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.engine.warm import early_gpu
 from tcdeploy.engine.warm.early_gpu import precompile_kernels, start_initializing_gpu
 from tcdeploy.planning.plan import Bucket
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start import packages
+from tcdeploy.start.planned import StartRequest
+from tests.conftest import TINY
 
 BUCKET = Bucket("prefill", 2048)
 
@@ -145,3 +151,12 @@ def test_products_are_those_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> N
     with early_gpu.loading_products({(8, 4)}, 2, torch.bfloat16):
         pass
     assert calls == [(1, 2, 4, 8, 4, torch.bfloat16), (2, 4, 4, 8, torch.float32)]
+
+
+def test_a_start_without_a_record_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start with the model's code imports it meanwhile."""
+    wait = mock.Mock()
+    monkeypatch.setattr(packages, "start_initializing_gpu", lambda: wait)
+    recipe = Recipe(model=TINY, programs="aot", cache_dir=str(tmp_path))
+    assert packages.start_from_packages(StartRequest(recipe)) is None
+    wait.assert_not_called()
