@@ -50,6 +50,24 @@ def test_an_eager_computation_that_is_wrong_in_float32_is_no_yardstick() -> None
     assert compare(0.21, 0.21).passed, "in bfloat16 such differences are usual"
 
 
+@pytest.mark.parametrize("lowest", [None, -math.inf])
+@pytest.mark.parametrize("fault", [0.0, 0.21, 1e6])
+def test_a_token_that_a_model_excludes_is_equal_in_all_dtypes(lowest: float | None, fault: float) -> None:
+    """Its logit is the lowest value of the dtype, and no yardstick for the others. `fault`: of one logit."""
+
+    def excluding(logits: Tensor, dtype: torch.dtype) -> Tensor:
+        value = torch.finfo(dtype).min if lowest is None else lowest
+        return torch.cat([logits.to(dtype), torch.full((2, 1), value, dtype=dtype)], dim=1)
+
+    logits, eager = excluding(PRECISE, torch.float32), excluding(PRECISE, torch.float32)
+    logits[0, 3 if fault == 1e6 else 2] = fault
+    parity = compare_logits(logits, eager, excluding(PRECISE, torch.float64), "float32", "float64", NO_ROWS)
+    assert parity.passed == (fault == 0)
+    assert parity.max_difference_limit <= 0.05 * 4
+    rows = outlier_rows(logits, eager, excluding(PRECISE, torch.float64), "float32", "float64", NO_ROWS)
+    assert rows == (frozenset({0}) if fault else frozenset())
+
+
 def test_the_kl_divergence_has_a_limit_of_its_own() -> None:
     eager = shifted(-0.5)  # less likely: a small divergence
     parity = compare_logits(shifted(0.7), eager, PRECISE, "bfloat16", "float32", NO_ROWS)

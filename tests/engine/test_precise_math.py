@@ -28,3 +28,17 @@ def test_a_convolution_with_a_bias(low: str, high: str, as_keyword: bool) -> Non
     expected = functional.conv1d(x.double(), weight.double(), bias.double(), padding=3, groups=8)
     assert y.dtype == high_dtype
     assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("as_embedding", [True, False])
+def test_an_in_place_operation_changes_its_tensor(as_embedding: bool) -> None:
+    """CTRL scales its embeddings in place. Their rows are computed in the high precision; other tensors are rounded."""
+    weight = torch.rand(5, 8)
+    with precise_math(torch.float32, torch.float64):
+        x = functional.embedding(torch.tensor([3, 1]), weight) if as_embedding else weight[[3, 1]]
+        x *= 1 / 3
+        x[0] = x[1] + 1e-12
+    expected = weight.double()[1] / 3
+    assert x.dtype == (torch.float64 if as_embedding else torch.float32)
+    assert_close(x.double(), torch.stack([expected + 1e-12, expected]), rtol=0, atol=1e-14 if as_embedding else 1e-7)
+    assert not as_embedding or (x[0] > x[1]).all()

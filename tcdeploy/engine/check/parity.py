@@ -18,6 +18,9 @@ may lead to the next FP8 value, 1/16 farther. In 16 bits this happens in every r
 float32 it happens to single values of few prompts, so there one of them may pass too (FP8_KV_ROUNDING). Without a
 higher-precision reference, the bucket is compared with eager logits within fixed tolerances.
 
+Some models exclude tokens, and set their logits to the lowest value of the dtype. All such logits count as equal
+(EXCLUDED_LOGIT).
+
 If transformers' eager computation is itself wrong for a config, a program that is as wrong would pass. In float32 such
 a distance is far larger than any rounding error, so there the largest logit difference also has a fixed limit
 (MAX_FLOAT32_DIFFERENCE).
@@ -38,6 +41,7 @@ ROUNDING = {"float32": (1e-5, 1e-9), "float16": (1e-3, 1e-6), "bfloat16": (8e-3,
 FP8_KV_ROUNDING = (3e-2, 2e-3)  # float32; 240 checks of small models gave at most 1.5e-2 and 9e-4
 FP8_KV_MEDIAN_KL = 1e-4  # float32; the same checks gave at most 1.4e-5
 MAX_FLOAT32_DIFFERENCE = 5e-2  # of the largest logit; log-probabilities of 182 model types differed by at most 5e-5
+EXCLUDED_LOGIT = -65504.0  # and less: the lowest value of float16, and -inf
 TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1, 2e-2)}
 EAGER_QUANTILE = 0.75  # of the eager rows' KL divergence; compared with the median of the bucket's rows
 # The median of fewer rows has the limit of the largest. A single eager row of small bfloat16 models exceeds that of the
@@ -59,7 +63,7 @@ def compare_logits(
     max_difference, kl = distances.amax(dim=0).tolist()
     median_kl = distances[:, 1].median().item()
     eager_max_difference, eager_kl = eager_distances.amax(dim=0).tolist()
-    largest = max(precise.abs().max().item(), 1e-30)
+    largest = max(largest_logit(precise), 1e-30)
     if reference_dtype == compute_dtype:  # `precise` is `eager`
         tolerance, kl_limit = TOLERANCE[compute_dtype]
         limit, median_kl_limit = tolerance * largest, kl_limit
@@ -105,7 +109,7 @@ def outlier_rows(
     typical = torch.cat([eager_distances, sampled_distances.to(logits.device)]).quantile(OUTLIER_QUANTILE, dim=0)
     ratios = torch.tensor([MAX_RATIO, MAX_RATIO**2], dtype=distances.dtype, device=distances.device)
     rounding, kl_rounding, _ = _rounding(compute_dtype, has_fp8_kv)
-    minimum = torch.tensor([rounding * precise.abs().max().item(), kl_rounding], device=distances.device)
+    minimum = torch.tensor([rounding * largest_logit(precise), kl_rounding], device=distances.device)
     limits = torch.maximum(ratios * torch.maximum(typical, eager_distances), minimum)
     is_outlier = ~(distances <= limits).all(dim=1)  # NaN too
     return frozenset(is_outlier.nonzero().flatten().tolist())
@@ -121,10 +125,15 @@ def _rounding(compute_dtype: str, has_fp8_kv: bool) -> tuple[float, float, float
 
 def row_distances(logits: Tensor, precise: Tensor) -> Tensor:
     """[rows, 2] float64: each row's largest difference of logits, and its KL divergence in nats."""
-    logits, precise = logits.double(), precise.double()
+    logits, precise = logits.double().clamp(min=EXCLUDED_LOGIT), precise.double().clamp(min=EXCLUDED_LOGIT)
     log_p, log_q = precise.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # rounding may leave it below 0
     return torch.stack([(logits - precise).abs().amax(dim=-1), kl], dim=1)
+
+
+def largest_logit(logits: Tensor) -> float:
+    """The largest absolute value of the logits that do not exclude a token."""
+    return logits.abs().where(logits > EXCLUDED_LOGIT, 0).max().item()
 
 
 def greedy_tokens(inputs: list[list[int]], logits: Tensor) -> GreedyTokens:

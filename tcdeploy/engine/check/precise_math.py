@@ -2,8 +2,9 @@
 
 Within `precise_math(low, high)` every operation that gets a tensor of the dtype `low` computes in `high` instead, and
 conversions to `low` are left out. So the activations are `high` from the first operation on, and each weight is
-converted when an operation reads it. Operations that only move data (views, embeddings, indexing) keep `low`: their
-result is exact, and an embedding matrix need not be converted.
+converted when an operation reads it. Operations that only move data (views, indexing) keep `low`: their result is
+exact. Of an embedding only the rows that are read are converted. An in-place operation on a tensor of the dtype `low`
+rounds its result to `low`.
 
 GEMMs of float32 activations and bfloat16 weights run on tensor cores: an activation is split into three bfloat16 terms,
 and the three bfloat16 GEMMs are accumulated in float32. On an H100 this takes a third of the time of a float32 GEMM and
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from tcdeploy.torch_compat.dynamo import dispatch_mode
 
 aten = torch.ops.aten
-MOVES_DATA = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+MOVES_DATA = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 GROUPED_GEMMS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
@@ -52,12 +53,18 @@ def _conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: An
 def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view or func in MOVES_DATA:
         return func(*args, **kwargs)
+    if func is aten.embedding.default:
+        return _raise_precision(func(*args, **kwargs), low, high)
     product = _GEMMS.get(func)
     if product is not None and _is_split_gemm(args, low, high):
         return product(*args, **kwargs)
     if func.name() in GROUPED_GEMMS:
         return _grouped_gemm(*args, **kwargs)
-    return func(*_raise_precision(args, low, high), **_raise_precision(kwargs, low, high))
+    raised = _raise_precision(args, low, high)
+    result = func(*raised, **_raise_precision(kwargs, low, high))
+    if dispatch_mode.is_in_place(func) and raised[0] is not args[0]:
+        return args[0].copy_(raised[0])
+    return result
 
 
 def _raise_precision(value: Any, low: torch.dtype, high: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, PromptPrefix, evenly_spaced
-from tcdeploy.engine.check.parity import ROUNDING, row_distances
+from tcdeploy.engine.check.parity import ROUNDING, largest_logit, row_distances
 from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.check.rounded_attention import ROUNDED, register_rounded_attention
 from tcdeploy.engine.check.rounded_inputs import rounded_inputs
@@ -124,7 +124,7 @@ def reference_changed(
     now, before = (torch.stack(column).float() for column in zip(*pairs, strict=True))
     rounding, _ = ROUNDING[runner.plan.compute_dtype]
     difference = (now - before).abs().amax(dim=-1).median().item()
-    return not difference <= rounding * before.abs().max().item()
+    return not difference <= rounding * largest_logit(before)
 
 
 def tokens_per_pass(plan: Plan, prompts: CheckPrompts) -> int:

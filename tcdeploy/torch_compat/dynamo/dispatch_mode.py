@@ -38,6 +38,11 @@ def handle_operations(handler: Handler) -> contextlib.AbstractContextManager[Any
     return mode
 
 
+def is_in_place(func: Any) -> bool:
+    """Whether an operation writes its result into its first argument, as aten.add_ does."""
+    return str(func.overloadpacket.__name__).endswith("_")
+
+
 @contextlib.contextmanager
 def observe_operations(observer: Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
     """Within the block, call observer(name, args, kwargs, result) after each operation.
