@@ -87,6 +87,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": 3,
              "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        **_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": 3,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1,
+    },
 }  # fmt: skip
 
 
