@@ -25,6 +25,7 @@ from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.trust.signing import TrustedKey, default_trusted_keys_folder
+from tcdeploy.engine.warm.early_gpu import start_initializing_gpu
 from tcdeploy.errors import MismatchError, TcdeployError, TrustError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.host.temporary_files import temporary_folder
@@ -68,8 +69,11 @@ def fetch(
     """
     start, progress = time.perf_counter(), progress or NullProgress()
     trusted_keys = trusted_keys or default_trusted_keys_folder()
-    planned = decide(recipe, policy=SigningPolicy(trusted_keys, recipe.require_signed), needs_weights=False)
+    policy = SigningPolicy(trusted_keys, recipe.require_signed)
+    planned = decide(recipe, policy=policy, needs_weights=False, keeps_probe=True)
     plan = planned.plan
+    if plan.device == "cuda":
+        start_initializing_gpu()  # the start that follows waits for it
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
     if manifest_path(plan.cache_dir, plan.key).is_file():
         check_folder(plan.cache_dir, recipe.trust_cache_dir, must_exist=True)  # it may be newer than the first check
@@ -89,7 +93,7 @@ def fetch(
             key = _check_compatible(wanted, header, address.redacted)
             unpacked = unpack(
                 path, Path(plan.cache_dir), trusted_keys, cache.allow_unsigned, cache.allow_rollback,
-                recipe.trust_cache_dir,
+                recipe.trust_cache_dir, keeps_measurements=not recipe.require_signed,
             )  # fmt: skip
     return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
 

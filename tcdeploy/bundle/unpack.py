@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import tempfile
@@ -31,7 +32,7 @@ from tcdeploy.cache.files.records import find_damage, group_by_path, path_to_pub
 from tcdeploy.cache.folder.access import create_folder
 from tcdeploy.cache.folder.layout import UNPACKING_PREFIX, manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header, rollback_reason
+from tcdeploy.cache.record.bundle_header import CheckedHeader, Header, parse_header, rollback_reason
 from tcdeploy.cache.record.manifest import Manifest, manifest_text, read_manifest, read_manifests
 from tcdeploy.cache.record.provenance import read_stored_bundle
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
@@ -56,7 +57,10 @@ STAGED_MANIFEST, STAGED_HEADER = ".manifest", ".header"  # paths in a bundle nev
 
 @dataclass(frozen=True)
 class UnpackResult:
-    """`plan_key`: that the bundle is named after."""
+    """`plan_key`: that the bundle is named after.
+
+    measured_plans: keys of the plans whose measurements of a start on this machine were kept.
+    """
 
     plan_key: str
     files: int
@@ -64,6 +68,7 @@ class UnpackResult:
     signer: TrustedKey | None
     already_present: bool
     other_plans: tuple[str, ...] = ()
+    measured_plans: tuple[str, ...] = ()
 
 
 def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> CheckedHeader:
@@ -84,13 +89,16 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
 
 def unpack(
     path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = False, allow_rollback: bool = False,
-    is_trusted_folder: bool = False,
+    is_trusted_folder: bool = False, keeps_measurements: bool = True,
 ) -> UnpackResult:  # fmt: skip
     """Unpack a bundle into a cache folder.
 
     allow_unsigned: accept a bundle that no trusted key signed.
     allow_rollback: accept a bundle that is older than the one from which the folder has the plan.
     is_trusted_folder: accept a folder that other users can change.
+    keeps_measurements: if the bundle is of a build without the GPU, and a start in the folder has run this build, keep
+        what it has measured, unless `allow_rollback`. Files of the start are in no bundle, so a start with
+        --require-signed refuses them.
 
     Raises TrustError, IntegrityError, SpaceError and TcdeployError.
     """
@@ -106,7 +114,12 @@ def unpack(
             check_no_links(folder, (Path(file.path).parent.as_posix() for file in files))
             for plan in () if allow_rollback else plans:
                 _check_not_older(path, plan, folder, trusted_keys)
-            present = [_is_unpacked(folder, plan.header.manifest, plan.header.plan_key) for plan in plans]
+            keeps_measurements = keeps_measurements and not allow_rollback
+            measured = [keeps_measurements and _was_run_here(folder, plan.header) for plan in plans]
+            present = [
+                was_run or _is_unpacked(folder, plan.header.manifest, plan.header.plan_key)
+                for plan, was_run in zip(plans, measured, strict=True)
+            ]
             if not all(present):
                 check_free_space(folder, size + SPARE_BYTES, "unpacking needs")
             for plan, is_present in zip(plans, present, strict=True):
@@ -118,7 +131,8 @@ def unpack(
                 "free some space, or choose another folder",
             ) from error
         raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "choose another folder") from error
-    return UnpackResult(key, len(files), size, opened.signer, all(present), tuple(other_plans))
+    measured_plans = tuple(itertools.compress(opened.header.manifests, measured))
+    return UnpackResult(key, len(files), size, opened.signer, all(present), tuple(other_plans), measured_plans)
 
 
 def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:
@@ -157,6 +171,20 @@ def check_not_older(new: Path, existing: Path) -> None:
             f"the bundle is older than {existing}, which it would replace: {reason}",
             "pull it to another file, or add --allow-rollback",
         )
+
+
+def _was_run_here(folder: Path, header: Header) -> bool:
+    """Whether the folder has the plan of a build without the GPU, undamaged, and a start has run it since."""
+    built = header.manifest
+    if built.blind is None or built.has_run:
+        return False
+    with contextlib.suppress(IntegrityError):
+        local = read_manifest(manifest_path(folder, header.plan_key))
+        if local is None or not local.has_run:
+            return False
+        is_same_build = (local.blind, local.compiled_at) == (built.blind, built.compiled_at)
+        return is_same_build and set(local.files) >= set(built.files) and not find_damage(folder, local.files)
+    return False
 
 
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:

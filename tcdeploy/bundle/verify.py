@@ -30,9 +30,9 @@ from tcdeploy.cache.record.provenance import (
 from tcdeploy.cache.record.unlisted import unlisted_files
 from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signing import TrustedKey
-from tcdeploy.errors import IntegrityError
+from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.planning.bucket_record import BLIND, BucketRecord
-from tcdeploy.planning.environment import parse_environment
+from tcdeploy.planning.environment import Environment, is_same_model, parse_environment
 
 # Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.
 LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
@@ -168,6 +168,17 @@ def _describe_gpu(manifest: Manifest) -> str:
     environment = parse_environment(manifest.environment)
     driver = f", driver {environment.driver}" if environment.driver else ""
     return f"{environment.gpu or 'a CPU'}{driver}"
+
+
+def check_same_gpu(packed: Manifest, here: Environment) -> None:
+    """Raise MismatchError if a plan was made for another GPU model than the first of this machine, or for a CPU."""
+    gpus, gpus_here = parse_environment(packed.environment).gpus[:1], here.gpus[:1]
+    if len(gpus) != len(gpus_here) or not all(map(is_same_model, gpus, gpus_here)):
+        there, found = (gpus[0].name if gpus else "a CPU" for gpus in (gpus, gpus_here))
+        raise MismatchError(
+            f"plan {packed.plan['key']} was made for {there}, and this start would be on {found}",
+            "repeat the command on such a machine; without --run, hashes and signatures are checked on any machine",
+        )
 
 
 def compare_top_tokens(packed: Manifest, local_records: tuple[BucketRecord, ...]) -> list[BucketReplay]:

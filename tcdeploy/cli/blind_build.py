@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from tcdeploy.cache.record.manifest import Manifest, read_manifests
 from tcdeploy.errors import MismatchError, UsageError
 from tcdeploy.host.regular_file import read_regular
 from tcdeploy.host.temporary_files import temporary_folder
-from tcdeploy.planning.environment import GPU, parse_environment
+from tcdeploy.planning.environment import GPU, is_same_model, parse_environment
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def _measured_files(winners: Path, manifests: Iterable[Manifest], target: GPU) -
     name. Without this check, results of an H200 would be used for an H100.
     """
     plans = [(parse_environment(manifest.environment).gpus[:1], manifest.files) for manifest in manifests]
-    fitting = [files for gpus, files in plans if any(_is_same_gpu(gpu, target) for gpu in gpus)]
+    fitting = [files for gpus, files in plans if any(is_same_model(gpu, target) for gpu in gpus)]
     if not fitting:
         measured = sorted({f"{gpu.name} ({gpu.multiprocessors} multiprocessors)" for gpus, _ in plans for gpu in gpus})
         raise MismatchError(
@@ -100,8 +99,3 @@ def _measured_files(winners: Path, manifests: Iterable[Manifest], target: GPU) -
             "pass a bundle or a cache folder that was warmed on such a GPU, or remove --winners",
         )
     return {file for files in fitting for file in files if is_winner(file.path)}
-
-
-def _is_same_gpu(gpu: GPU, other: GPU) -> bool:
-    """Whether both are the same GPU model. The memory is not compared: what torch reports differs between drivers."""
-    return replace(gpu, memory_bytes=other.memory_bytes) == other

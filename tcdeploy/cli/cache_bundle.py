@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
 from tcdeploy.cli.report_options import Json, TargetGPU, Winners
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.host.temporary_files import temporary_folder
-from tcdeploy.planning.environment import installed_versions
+from tcdeploy.planning.environment import detect_environment, installed_versions
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -205,16 +206,21 @@ def _copy_plans(source: Path, folder: Path) -> None:
 
 
 def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:
-    """Start the plan and compare each bucket's outputs with the packed ones. Raises ThresholdError on a miss."""
-    from tcdeploy.bundle.verify import compare_top_tokens, packed_manifest
+    """Start the plan and compare each bucket's outputs with the packed ones.
+
+    Raises MismatchError for a plan of another GPU, and ThresholdError on a miss. Nothing is compiled.
+    """
+    from tcdeploy.bundle.verify import check_same_gpu, compare_top_tokens, packed_manifest
     from tcdeploy.cli import display
 
     packed = packed_manifest(folder, plan_key)
     flags = {"cache_dir": str(folder), **({"model": model} if model else {})}
+    recipe = RecipeOptions(flags).build(bundle_recipe=cache_target.original_recipe(packed))
+    check_same_gpu(packed, detect_environment(recipe.device))
+    recipe = dataclasses.replace(recipe, compile=False)
     with display.show_progress() as progress:
         from tcdeploy.start.prepare import prepare
 
-        recipe = RecipeOptions(flags).build(bundle_recipe=cache_target.original_recipe(packed))
         deployment = prepare(recipe, progress)
     missed = [record.bucket for record in deployment.records if record.outcome in ("miss", "uncached")]
     if missed:

@@ -53,6 +53,9 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None, p
 
     A bundle from another environment is refused; the differences are printed to stderr as a table.
     """
+    from tcdeploy.start.prepare import begin_start
+
+    begin_start(recipe)  # the next line imports torch
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
     from tcdeploy.cli import cache_display
 

@@ -18,7 +18,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class GPU:
     capability: tuple[int, int]
     memory_bytes: int
     multiprocessors: int
+
+
+def is_same_model(gpu: GPU, other: GPU) -> bool:
+    """Whether both are the same GPU model. The memory is not compared: what torch reports differs between drivers."""
+    return replace(gpu, memory_bytes=other.memory_bytes) == other
 
 
 @dataclass(frozen=True, kw_only=True)

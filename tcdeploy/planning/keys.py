@@ -1,7 +1,7 @@
 """The parts of a cache key that cover tcdeploy's own code. Does not import torch.
 
 A key holds what changes programs or tokens, and nothing else. Source files therefore enter it as syntax trees without
-docstrings, comments and positions (about 0.1 s for 21 files): with a hash of their bytes, a reworded comment would
+docstrings, comments and positions (about 0.2 s for 90 files): with a hash of their bytes, a reworded comment would
 recompile every program. The release number does not enter at all. Code that no hashed file covers is represented by
 CACHE_EPOCH, which is raised by hand.
 """
@@ -9,6 +9,7 @@ CACHE_EPOCH, which is raised by hand.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,11 +26,42 @@ DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunction
 
 def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
     """The digest of each file, by its path relative to `root`, in sorted order. Raises OSError and SyntaxError."""
-    digests: dict[str, str] = {}
-    for path in sorted(paths):
-        drop_docstrings(tree := parse_source(path.read_bytes()))
-        digests[path.relative_to(root).as_posix()] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-    return digests
+    return {path.relative_to(root).as_posix(): _digest(path.read_bytes()) for path in sorted(paths)}
+
+
+@functools.cache
+def _digest(source: bytes) -> str:
+    return hashlib.sha256(describe_code(parse_source(source)).encode()).hexdigest()
+
+
+def describe_code(node: ast.AST) -> str:
+    """As `ast.dump` of Python 3.11 and 3.12 after `drop_docstrings`, in less than half of the time."""
+    kind, parts = type(node), []
+    for name, is_optional in _fields(kind):  # type: ignore[arg-type]  # classes are hashable
+        value = getattr(node, name)
+        if isinstance(value, ast.AST):
+            text = describe_code(value)
+        elif isinstance(value, list):
+            if name == "body" and kind in DOCUMENTED_NODES and value and _is_docstring(value[0]):
+                value = value[1:]
+            items = [describe_code(item) if isinstance(item, ast.AST) else repr(item) for item in value]
+            text = f"[{', '.join(items)}]"
+        elif value is None and is_optional:
+            continue
+        else:
+            text = repr(value)
+        parts.append(f"{name}={text}")
+    return f"{kind.__name__}({', '.join(parts)})"
+
+
+@functools.cache
+def _fields(kind: type[ast.AST]) -> tuple[tuple[str, bool], ...]:
+    """The names of the fields of a kind of node, and whether they are left out if they are None."""
+    return tuple((name, getattr(kind, name, ...) is None) for name in kind._fields)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

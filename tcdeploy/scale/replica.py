@@ -91,14 +91,15 @@ async def start_server(settings: ReplicaSettings) -> ModelServer:
 
 def _deploy(settings: ReplicaSettings, progress: Progress) -> Deployment:
     """Runs in the engine thread."""
+    from tcdeploy.start.prepare import begin_start, prepare
+
     trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
     if settings.cache is not None:
+        begin_start(settings.recipe)  # the next line imports torch
         from tcdeploy.bundle.fetch import fetch
 
         progress.stage("fetch")
         fetch(settings.recipe, settings.cache, trusted_keys, progress)
-    from tcdeploy.start.prepare import prepare
-
     eager = settings.server.start == "eager"
     return prepare(settings.recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager, serves=True)
 

@@ -16,6 +16,7 @@ import_transformers()  # before other modules import it
 
 import contextlib
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ from tcdeploy.torch_compat.inductor.settings import disabling_settings, settings
 from tcdeploy.torch_compat.registry import missing_internals
 
 _import_stage.end()
+_kept_probe: dict[str, ProbedModel] = {}  # by config, until the next `decide` for it
 NO_COMPILER = PlanFinding(
     "compiler",
     "there is no C++ compiler, so only ahead-of-time packages that are in the cache folder can run",
@@ -72,17 +74,19 @@ NO_COMPILER = PlanFinding(
 def decide(
     recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = False, jit_reason: str = "",
     policy: SigningPolicy | None = None, needs_weights: bool = True, target: GPUDescription | None = None,
+    keeps_probe: bool = False,
 ) -> PlannedModel:  # fmt: skip
     """Decide everything before the weights are loaded. Of those on disk, only headers of safetensors files are read.
 
     `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
     report what this machine lacks in `findings` instead of raising an error. `jit_reason`, `policy`: for `--programs
     auto` (start/auto_programs.py). `needs_weights`: trace them. `target`: plan for this GPU instead of the machine's
-    own. Raises ModelError with all reasons if the model cannot be served; tensors that do not fit the config are
-    reported alone, if the rest could be planned. Raises UsageError for a `target` that cannot be planned for.
+    own. `keeps_probe`: the process decides again for the same model, which need not be probed again. Raises ModelError
+    with all reasons if the model cannot be served; tensors that do not fit the config are reported alone, if the rest
+    could be planned. Raises UsageError for a `target` that cannot be planned for.
     """
     environment = _detect_environment(recipe, target)
-    model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
+    model = _read_model(recipe, environment, needs_tokenizer, is_dry_run, keeps_probe)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
     model, dtype_decisions = _with_stored_dtype(model)
@@ -325,7 +329,9 @@ class _ModelFacts(NamedTuple):
     tokenizer: Any
 
 
-def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool, is_dry_run: bool) -> _ModelFacts:
+def _read_model(
+    recipe: Recipe, environment: Environment, needs_tokenizer: bool, is_dry_run: bool, keeps_probe: bool = False
+) -> _ModelFacts:
     """Raises ModelError with all reasons why the model cannot be served.
 
     Too little memory is one of them, unless in a dry run: the model may be planned for another machine.
@@ -333,7 +339,7 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
     refusals, probed, checkpoint, tokenizer = Refusals(recipe.model), None, None, None
     config = load_config(recipe, refusals)
     with refusals.collecting():
-        probed = probe_model(config, recipe.trust_remote_code, MECHANISMS.values())
+        probed = _probe(recipe, config, keeps_probe)
         if not refusals.reasons:  # a quantised checkpoint, for example, has other tensors than the probed model
             checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model), not is_dry_run)
     with refusals.collecting():
@@ -345,6 +351,17 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
     refusals.raise_all()
     assert probed is not None
     return _ModelFacts(config, probed, checkpoint, tokenizer)
+
+
+def _probe(recipe: Recipe, config: PreTrainedConfig, keeps_probe: bool) -> ProbedModel:
+    """Probe the model, unless an earlier `decide` has kept it. A quantised one is changed later, and not kept."""
+    key = json.dumps(config_to_dict(config), sort_keys=True)
+    if (kept := _kept_probe.pop(key, None)) is not None:
+        return kept
+    probed = probe_model(config, recipe.trust_remote_code, MECHANISMS.values())
+    if keeps_probe and not (recipe.trust_remote_code or recipe.quantize or is_quantised(config)):
+        _kept_probe[key] = probed
+    return probed
 
 
 def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:

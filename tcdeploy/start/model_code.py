@@ -16,9 +16,8 @@ _import_stage = ImportStage()
 import dataclasses
 import gc
 import logging
-import threading
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.warm.early_gpu import compiling_kernels_of, initializing_gpu
+from tcdeploy.engine.warm.early_gpu import compiling_kernels_of, start_initializing_gpu
 from tcdeploy.engine.warm.program_setup import install_programs
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.host.progress import NullProgress, Progress
@@ -58,13 +57,13 @@ from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
-from tcdeploy.programs.passes.post_grad import op_source_digests
 from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
 from tcdeploy.start.blind.first_start import check_first_start, loading_reference_products, report_other_targets
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
+from tcdeploy.start.hashing import hash_in_advance, hashing_sources
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
 from tcdeploy.start.planned import PlannedModel, StartRequest
 from tcdeploy.start.record.factors import start_factors
@@ -75,7 +74,6 @@ from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.inductor.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler
 from tcdeploy.torch_compat.inductor.graph_cache_keys import pickle_memory_formats_by_name
-from tcdeploy.torch_compat.inductor.installation_hashes import start_hashing
 from tcdeploy.torch_compat.inductor.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.triton.kernel import stop_recording_kernels
@@ -107,7 +105,7 @@ class ModelCode:
 
     def decide(self) -> PlannedModel:
         if self._request.recipe.device != "cpu":
-            self._gpu_setup.enter_context(initializing_gpu())
+            self._gpu_setup.callback(start_initializing_gpu())
         request, recipe = self._request, self._request.recipe
         packaged = dataclasses.replace(recipe, programs="aot") if may_use_packages(request) else recipe
         factors = start_factors(packaged, local_folder(recipe.model, recipe.revision))
@@ -124,8 +122,8 @@ class ModelCode:
         """Lease the plan, and begin to read the weights, if they are traced."""
         plan, traced = self.planned.plan, self.planned.traced_model
         require_caches(plan)
-        start_hashing()
-        threading.Thread(target=op_source_digests, daemon=True).start()  # cached for `origin`
+        if plan.programs == "jit":
+            hash_in_advance(is_first_start=False)
         self._staging = activate_plan(self.planned, plan.key)
         self._gpu_setup.close()
         if traced is not None:
@@ -142,9 +140,11 @@ class ModelCode:
         if earlier is None:
             report_other_targets(planned.plan, planned.environment, request.recipe.compile)
             _refuse_cold_start(planned.plan, staging)
-        elif not earlier.has_run:
+        elif self._is_first_start:
             check_first_start(earlier, planned.environment, staging)
             self._gpu_setup.enter_context(loading_reference_products(planned, self.prompts))
+        if planned.plan.programs == "aot":
+            hash_in_advance(self._is_first_start)
         compiles_here = self._is_cold and not request.eager
         if compiles_here:
             import_compiler()  # otherwise its seconds would be those of the first bucket
@@ -170,7 +170,8 @@ class ModelCode:
         """Read the reference, or compute it."""
         self._gpu_setup.close()
         planned, plan = self.planned, self.planned.plan
-        with compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
+        hashing = hashing_sources(planned) if self._is_first_start and plan.programs == "aot" else nullcontext()
+        with hashing, compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()
             stored = None
             # A difference from a stored reference needs the model to be loaded again, which a server cannot do.
@@ -235,13 +236,17 @@ class ModelCode:
 
     @property
     def weights_read(self) -> ReadTotal | None:
-        """By our reader threads."""
         return self._weights_read
 
     @property
     def _is_cold(self) -> bool:
         """Whether the plan must be compiled, by this process or another one, and may be."""
         return self._earlier is None and self._request.recipe.compile
+
+    @property
+    def _is_first_start(self) -> bool:
+        """Whether no start has run the plan's programs, which were built without the GPU."""
+        return self._earlier is not None and not self._earlier.has_run
 
     @property
     def _may_add_files(self) -> bool:
@@ -263,8 +268,7 @@ class ModelCode:
         return warmup_order(plan)[:1] if self._workers else plan.buckets
 
     def _install_programs(self, exchange: PackageExchange) -> None:
-        architecture = self.planned.architecture
-        install_programs(self.runner, architecture, self.origin, self._staging.path, exchange=exchange)
+        install_programs(self.runner, self.planned.architecture, self.origin, self._staging.path, exchange=exchange)
 
     def _find_reference_path(self) -> str | None:
         """The reference's path in the cache folder; None if it can be neither there nor stored there."""
@@ -373,7 +377,7 @@ def compile_buckets(
     planned = decide(recipe)
     count_start()
     import_compiler()
-    start_hashing()
+    hash_in_advance(is_first_start=False)
     staging = activate_plan(planned, plan_key)
     restore_plan(staging, plan_key, rebuild=False)
     copy_finished_buckets(staging)  # buckets of a killed start that the first process has taken over

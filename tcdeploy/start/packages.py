@@ -42,7 +42,7 @@ from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.warm.early_gpu import initializing_gpu
+from tcdeploy.engine.warm.early_gpu import do_nothing, start_initializing_gpu
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import prepare_buckets
 from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, TrustError, UsageError
@@ -143,9 +143,9 @@ class Packages:
         self.tokenizer: Any = None
 
     def decide(self) -> FoundRecord:
-        if self._request.recipe.device != "cpu":
-            self._gpu_setup.enter_context(initializing_gpu())
-        self._found = find_record(self._request)
+        wait_for_gpu = do_nothing if self._request.recipe.device == "cpu" else start_initializing_gpu()
+        self._found = find_record(self._request)  # without a record, start/model_code.py waits for the GPU
+        self._gpu_setup.callback(wait_for_gpu)
         return self._found
 
     def open_cache(self) -> StagingFolder:

@@ -25,6 +25,8 @@ from tcdeploy.start.planned import StartRequest
 if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
+_begun: Recipe | None = None  # the recipe of `begin_start`, until its `prepare`
+
 
 def prepare(
     recipe: Recipe,
@@ -62,13 +64,23 @@ def prepare(
         return _prepare(StartRequest(recipe, shown, measure, trusted_keys, needs_tokenizer, eager, needs_model, serves))
 
 
-def _prepare(request: StartRequest) -> Deployment:
-    recipe = request.recipe
+def begin_start(recipe: Recipe) -> None:
+    """Start the threads of a `prepare` of this recipe that follows, before torch is imported for something else."""
+    global _begun
+    _begun = recipe
     if recipe.device != "cpu":
         start_context()
     folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
     if folder is not None:
         start_read_ahead(weight_files(recipe.model, folder))
+
+
+def _prepare(request: StartRequest) -> Deployment:
+    global _begun
+    recipe = request.recipe
+    if recipe != _begun:
+        begin_start(recipe)
+    _begun = None
     from tcdeploy.start.auto_programs import may_use_packages  # after the threads have begun
 
     if may_use_packages(request) and not (request.measure or request.needs_model):

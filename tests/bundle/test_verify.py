@@ -10,10 +10,11 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -30,11 +31,14 @@ from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signing import generate_key, read_signed_header, trust
 from tcdeploy.cli import cache_bundle
-from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, TrustError, UsageError
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start import prepare
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
     KINDS,
     Child,
+    as_installed,
     fill,
     flipped,
     flipped_on_disk,
@@ -44,6 +48,7 @@ from tests.bundle.fake_caches import (
     path_of,
 )
 from tests.conftest import mounted_tmpfs
+from tests.machines import H100
 
 FLIPS_PER_REGION = 200
 
@@ -420,3 +425,28 @@ def test_the_command_has_different_exit_codes_for_damage_and_distrust(
         result = run_cli("cache", "verify", str(target), TCDEPLOY_TRUSTED_KEYS=str(keys.trusted))
         assert result.returncode == 5, result.stderr
         assert name in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("packed_on", ["NVIDIA H200", "another size", "a CPU", "this GPU"])
+def test_outputs_are_compared_only_on_the_gpu_of_the_plan(
+    packed_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start on another GPU would compile everything before it failed."""
+    started: list[Recipe] = []
+    gpu = H100.gpus[0]
+    others = {
+        "NVIDIA H200": replace(gpu, name="NVIDIA H200"), "another size": replace(gpu, multiprocessors=114),
+        "this GPU": replace(gpu, memory_bytes=1),  # as another driver reports it
+    }  # fmt: skip
+    gpus = (others[packed_on],) if packed_on in others else ()
+    made = make_small(tmp_path, environment=asdict(as_installed(gpus=gpus)))
+    monkeypatch.setattr(cache_bundle, "detect_environment", lambda device: H100)
+    monkeypatch.setattr(prepare, "prepare", lambda recipe, progress: started.append(recipe) or mock.Mock(records=()))
+    if packed_on == "this GPU":
+        assert not all(replay.passed for replay in cache_bundle._replay(tmp_path, key_of(made), None))
+        assert [recipe.compile for recipe in started] == [False]
+        return
+    there = f"made for {gpus[0].name if gpus else 'a CPU'}, and this start would be on {gpu.name}"
+    with pytest.raises(MismatchError, match=there) as caught:
+        cache_bundle._replay(tmp_path, key_of(made), None)
+    assert caught.value.exit_code == 3 and not started

@@ -6,16 +6,22 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.engine.warm import early_gpu
-from tcdeploy.engine.warm.early_gpu import initializing_gpu, precompile_kernels
+from tcdeploy.engine.warm.early_gpu import precompile_kernels, start_initializing_gpu
 from tcdeploy.planning.plan import Bucket
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start import packages
+from tcdeploy.start.planned import StartRequest
+from tests.conftest import TINY
 
 BUCKET = Bucket("prefill", 2048)
 
@@ -92,8 +98,8 @@ def test_an_error_is_left_to_the_start(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(early_gpu, "_use_libraries", fail)
-    with caplog.at_level(logging.DEBUG), initializing_gpu():
-        pass
+    with caplog.at_level(logging.DEBUG):
+        start_initializing_gpu()()
     assert "gpu-initialization: no memory" in caplog.text
 
 
@@ -105,8 +111,27 @@ def test_a_process_initialises_its_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(early_gpu, "_use_libraries", calls.append)
     for _ in range(2):
-        with initializing_gpu():
-            pass
+        start_initializing_gpu()()
+    assert calls == [torch.device("cuda")]
+
+
+def test_a_second_start_waits_for_the_thread_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start from packages that finds no record does not wait, and the start with the model's code does."""
+    running, calls = threading.Event(), list[torch.device]()
+
+    def use_libraries(device: torch.device) -> None:
+        running.wait(10)
+        calls.append(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # not yet
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(early_gpu, "_use_libraries", use_libraries)
+    start_initializing_gpu()
+    wait = start_initializing_gpu()
+    assert calls == []
+    running.set()
+    wait()
     assert calls == [torch.device("cuda")]
 
 
@@ -126,3 +151,12 @@ def test_products_are_those_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> N
     with early_gpu.loading_products({(8, 4)}, 2, torch.bfloat16):
         pass
     assert calls == [(1, 2, 4, 8, 4, torch.bfloat16), (2, 4, 4, 8, torch.float32)]
+
+
+def test_a_start_without_a_record_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start with the model's code imports it meanwhile."""
+    wait = mock.Mock()
+    monkeypatch.setattr(packages, "start_initializing_gpu", lambda: wait)
+    recipe = Recipe(model=TINY, programs="aot", cache_dir=str(tmp_path))
+    assert packages.start_from_packages(StartRequest(recipe)) is None
+    wait.assert_not_called()

@@ -11,12 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tcdeploy.errors import UsageError
+from tcdeploy.bundle import fetch as fetching
+from tcdeploy.cli.remote_cache import fetch_cache
+from tcdeploy.errors import TrustError, UsageError
 from tcdeploy.host.cuda_context import start_context
+from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.remote.address import CacheSource
 from tcdeploy.start import model_code
 from tcdeploy.start import prepare as start
 
@@ -124,3 +129,30 @@ def test_a_refused_start_creates_no_context(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError):
         start.prepare(Recipe(model="builtin:tiny", programs="aot"), eager=True)
     assert events == []
+
+
+def test_a_fetch_before_the_start_begins_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fetch` imports torch, after which no context would be created in a thread."""
+    events: list[Any] = []
+    monkeypatch.setattr(start, "start_context", lambda: events.append("context"))
+    monkeypatch.setattr(model_code, "start_from_code", lambda request: events.append("start"))
+    monkeypatch.setattr(fetching, "fetch", lambda recipe, *_: events.append("fetch") or mock.Mock(url=""))
+    recipe = Recipe(model="builtin:tiny")
+    fetch_cache(recipe, CacheSource("bundles", True, False), None, NullProgress())
+    start.prepare(recipe)
+    assert events == ["context", "fetch", "start"]
+    start.prepare(recipe)
+    assert events[3:] == ["context", "start"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_fetch_initialises_the_gpu_while_it_unpacks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    planned = mock.Mock()
+    planned.plan.device = device
+    monkeypatch.setattr(fetching, "decide", lambda *_, **__: events.append("decide") or planned)
+    monkeypatch.setattr(fetching, "start_initializing_gpu", lambda: events.append("gpu"))
+    monkeypatch.setattr(fetching, "check_folder", mock.Mock(side_effect=TrustError("stop", "")))
+    with pytest.raises(TrustError):
+        fetching.fetch(Recipe(model="builtin:tiny"), CacheSource("bundles", True, False))
+    assert events == ["decide", *["gpu"] * (device == "cuda")]

@@ -102,6 +102,21 @@ def peak_and_bytes(load: Load) -> tuple[int, int]:
 
 
 @each_case
+def test_nothing_is_drawn_on_the_meta_device(loaders: dict[str, Load], case: str) -> None:
+    """transformers would draw each matrix with Python's decompositions, and the values would be dropped."""
+    drawn: list[str] = []
+
+    class Draws(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            drawn.extend(tensor.device.type for tensor in args[:1] if "normal" in str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Draws():
+        loaders[case]()
+    assert set(drawn) == {"cpu"}
+
+
+@each_case
 def test_the_peak_is_the_quantised_model_and_one_dense_weight(
     case: str, loaders: dict[str, Load], monkeypatch: pytest.MonkeyPatch
 ) -> None:

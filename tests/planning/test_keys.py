@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +86,14 @@ def test_code_changes_the_digest(tmp_path: Path, edit: tuple[str, str]) -> None:
 def test_a_string_after_the_docstring_is_code(tmp_path: Path) -> None:
     sources = [f'def f():\n    """Docstring."""\n    "{text}"\n' for text in ("a", "b")]
     assert len({digest_of(tmp_path, source) for source in sources}) == 2
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="ast.dump has another format")
+def test_code_is_described_as_by_ast_dump() -> None:
+    for path in Path(keys.__file__).parents[1].rglob("*.py"):
+        described = keys.describe_code(tree := ast.parse(path.read_bytes()))
+        keys.drop_docstrings(tree)
+        assert described == ast.dump(tree), path
 
 
 def test_a_file_s_name_and_digest_enter_the_combined_digest() -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tcdeploy.cache.record.manifest import Manifest, read_manifests
-from tcdeploy.errors import IntegrityError
+from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_experts
 from tcdeploy.start.blind import build
 from tcdeploy.start.blind.build import copy_winners
@@ -94,6 +94,15 @@ def test_configurations_that_were_not_measured_are_no_winners(tmp_path: Path) ->
         (tmp_path / "source" / "ab" / f"{name}.best_config").write_text(json.dumps({"time_taken_ms": time}))
     copy_winners(tmp_path / "source", tmp_path / "staging")
     assert sorted(path.name for path in tmp_path.glob("staging/*/*")) == ["fast.best_config", "measured.best_config"]
+
+
+@pytest.mark.parametrize("times", [(), (-1,)])
+def test_winners_without_a_measurement_are_refused(times: tuple[int, ...], tmp_path: Path) -> None:
+    for time in times:
+        (tmp_path / "x.best_config").write_text(json.dumps({"time_taken_ms": time}))
+    with pytest.raises(MismatchError, match="--winners has no configuration of a kernel that was measured") as caught:
+        copy_winners(tmp_path, tmp_path / "staging")
+    assert "without --target-gpu, or remove --winners" in caught.value.hint
 
 
 @pytest.mark.parametrize(

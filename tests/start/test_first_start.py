@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -182,10 +183,13 @@ def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     blind = BlindBuild(H200, ())
     write_manifest(path, dataclasses.replace(manifest, buckets=records, files=files, blind=blind, step_costs=None))
     monkeypatch.setattr(model_code, "check_first_start", lambda *_: None)
+    hashing = mock.Mock(wraps=model_code.hashing_sources)
+    monkeypatch.setattr(model_code, "hashing_sources", hashing)
     monkeypatch.setattr(loaded_start, "measure_step_costs", None)  # a call of it raises
     recipe = Recipe(model=TINY, device="cpu", buckets=(32,), batch_sizes=(4,), programs="aot", cache_dir=str(folder))
     deployed = prepare(recipe, serves=True)
     assert {item.outcome for item in deployed.records} <= {"hit", "reused"} and deployed.engine.clock is None
+    hashing.assert_called_once()  # while the reference is computed
     manifest = read_manifest(path)
     assert manifest is not None and manifest.has_run and manifest.step_costs is None
     assert deployed.engine.capture_next_graph()

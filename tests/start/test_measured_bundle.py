@@ -15,6 +15,7 @@ import pytest
 
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.unpack import UnpackResult, unpack
+from tcdeploy.cache.files.records import hash_files
 from tcdeploy.cache.record.bundle_header import CheckedHeader, Header, Payload
 from tcdeploy.cache.record.manifest import BlindBuild, Manifest, read_manifests, write_manifest
 from tcdeploy.cache.trust.signing import SignedHeader, generate_key, trust
@@ -23,7 +24,7 @@ from tcdeploy.errors import ThresholdError, TrustError
 from tcdeploy.planning.bucket_record import blind_record
 from tcdeploy.start.model_code import ModelCode
 from tcdeploy.start.package_build import PackageResult
-from tests.bundle.fake_caches import key_of, make_small, path_of, record_of
+from tests.bundle.fake_caches import as_installed, key_of, make_small, path_of, record_of
 from tests.cache.test_manifest import MANIFEST
 from tests.conftest import PACKAGE_FLAGS, TINY, RunCLI, cli_environment
 from tests.start.test_first_start import H200, as_built
@@ -105,6 +106,56 @@ def test_measurements_replace_the_manifest_of_the_same_files_and_not_the_other_w
     assert unpack_into_server("measured").already_present
     with pytest.raises(TrustError, match="packed before the first start on the GPU, and the newer one after it"):
         unpack_into_server("built")
+
+
+def test_unpacking_a_build_again_keeps_what_its_first_start_has_measured(tmp_path: Path) -> None:
+    made = without_a_start(make_small(tmp_path / "cache", compiled_at=5))
+    write_manifest(path_of(tmp_path / "cache", made), made)
+    pack(tmp_path / "cache", key_of(made), tmp_path / "built.tcb")
+    server = tmp_path / "server"
+
+    def unpack_build(**options: bool) -> UnpackResult:
+        return unpack(tmp_path / "built.tcb", server, tmp_path / "trusted", allow_unsigned=True, **options)
+
+    def run_first_start(**differences: Any) -> Manifest:
+        (server / "references").mkdir(exist_ok=True)
+        (server / "references" / "new").write_bytes(b"logits")
+        files = (*made.files, *hash_files(server, ["references/new"]))
+        records = tuple(record_of(record.bucket) for record in made.buckets)
+        run = dataclasses.replace(made, buckets=records, files=files, step_costs=COSTS, **differences)
+        write_manifest(path_of(server, made), run)
+        return run
+
+    def stored() -> Manifest:
+        [manifest] = read_manifests(server).values()
+        return manifest
+
+    assert unpack_build().measured_plans == ()
+    for differences in ({}, {"compiled_at": 4}, {"blind": BlindBuild(H200, ("another build",))}):
+        run = run_first_start(**differences)
+        is_same_build = not differences
+        result = unpack_build()
+        assert (result.already_present, result.measured_plans) == (is_same_build, (key_of(made),) * is_same_build)
+        assert stored().step_costs == run.step_costs if is_same_build else not stored().has_run
+    for options in ({"allow_rollback": True}, {"keeps_measurements": False}):
+        run_first_start()
+        assert unpack_build(**options).measured_plans == () and not stored().has_run
+    run_first_start()
+    (server / "references" / "new").write_bytes(b"damaged")
+    assert unpack_build().measured_plans == () and not stored().has_run, "damaged measurements are not kept"
+
+
+def test_the_command_says_that_measurements_are_kept(tmp_path: Path, run_cli: RunCLI) -> None:
+    made = without_a_start(make_small(tmp_path / "cache", environment=dataclasses.asdict(as_installed())))
+    write_manifest(path_of(tmp_path / "cache", made), made)
+    pack(tmp_path / "cache", key_of(made), tmp_path / "built.tcb")
+    run = dataclasses.replace(made, buckets=tuple(record_of(record.bucket) for record in made.buckets))
+    command = ("cache", "unpack", str(tmp_path / "built.tcb"), str(tmp_path / "server"), "--allow-unsigned")
+    assert "is kept" not in run_cli(*command).stdout
+    write_manifest(path_of(tmp_path / "server", made), run)
+    again = run_cli(*command)
+    assert again.returncode == 0 and "already present" in again.stdout, again.stderr
+    assert "what the first start of this build has measured here is kept" in again.stdout
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,18 @@ def test_a_look_up_after_the_thread_hashes_nothing(monkeypatch: pytest.MonkeyPat
     assert find(TORCH_KEY)() and find(TRITON_KEY)()
 
 
+def test_a_start_that_compiles_nothing_does_not_hash_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    monkeypatch.setattr(installation_hashes, "find", lambda name: lambda: hashed.append(name))
+    monkeypatch.setattr(installation_hashes, "supported", lambda: True)
+    for compiles, expected in ((False, [TRITON_KEY]), (True, [TORCH_KEY, TRITON_KEY])):
+        hashed.clear()
+        thread = start_hashing(compiles)
+        assert thread is not None
+        thread.join()
+        assert hashed == expected
+
+
 def test_an_error_in_the_thread_is_logged_and_not_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

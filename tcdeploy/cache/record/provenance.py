@@ -145,7 +145,7 @@ def require_bundled(plan_key: str, files: Iterable[FileRecord], bundle: CheckedH
         raise TrustError(
             f"{len(made_here)} files of plan {plan_key} were compiled on this machine, for example {made_here[0]}",
             "--require-signed uses only files of a signed bundle; to discard the others, unpack the bundle again: "
-            "tcdeploy cache unpack FILE.tcb FOLDER",
+            "tcdeploy cache unpack FILE.tcb FOLDER --allow-rollback",
         )
 
 

@@ -1,7 +1,7 @@
 """Prepares the GPU in threads, while a start does something else.
 
-`initializing_gpu` loads CUDA's libraries and the kernels of operators, which CUDA does at their first use. These calls
-mostly do not hold the GIL.
+`start_initializing_gpu` loads CUDA's libraries and the kernels of operators, which CUDA does at their first use. These
+calls mostly do not hold the GIL.
 
 `compiling_kernels_of` launches the Triton kernels of a start's first steps. The steps run uncompiled, and their
 launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill steps launch the same attention
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch.nn import functional
@@ -33,24 +33,27 @@ from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
 
 ROWS, COLUMNS = 8, 256
+_initialization: threading.Thread | None = None  # the latest
 log = logging.getLogger("tcdeploy.engine")
 
 
-@contextlib.contextmanager
-def initializing_gpu() -> Iterator[None]:
-    """Initialise the current GPU, if any, while the block runs, whose next CUDA call raises an error of it.
+def start_initializing_gpu() -> Callable[[], None]:
+    """Initialise the current GPU, if any, in a thread. Returns a function that waits for it.
 
-    Does nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
+    While the thread runs, a second call returns the same function. Errors are raised by the next CUDA call. Does
+    nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
     """
-    if not torch.cuda.is_available() or torch.cuda.is_initialized():
-        yield
-        return
-    thread = threading.Thread(target=_initialize, name="gpu-initialization")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    global _initialization
+    if _initialization is None or not _initialization.is_alive():
+        if not torch.cuda.is_available() or torch.cuda.is_initialized():
+            return do_nothing
+        _initialization = threading.Thread(target=_initialize, name="gpu-initialization")
+        _initialization.start()
+    return _initialization.join
+
+
+def do_nothing() -> None:
+    pass
 
 
 def _initialize() -> None:

@@ -36,7 +36,7 @@ from tcdeploy.engine.check.parity_check import FIRST_SEED
 from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.engine.warm.early_gpu import launch_kernels
 from tcdeploy.engine.warm.program_setup import install_programs, traced_layers
-from tcdeploy.errors import CompileError, IntegrityError, UsageError
+from tcdeploy.errors import CompileError, IntegrityError, MismatchError, UsageError
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.kernels.custom_op import NAMESPACE, implementations
 from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_experts
@@ -198,13 +198,18 @@ def _experts_without_values() -> Iterator[None]:
 def copy_winners(source: Path, staging: Path) -> None:
     """Copy autotuner results of Inductor that were measured: the others have a negative time.
 
-    Raises IntegrityError for a file that is no such result.
+    Raises IntegrityError for a file that is no such result, and MismatchError if none was measured.
     """
-    for path in source.rglob(f"*{WINNER_SUFFIX}"):
-        if _read_winner(path).get("time_taken_ms", 0) >= 0:
-            target = staging / path.relative_to(source)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+    measured = [path for path in source.rglob(f"*{WINNER_SUFFIX}") if _read_winner(path).get("time_taken_ms", 0) >= 0]
+    if not measured:
+        raise MismatchError(
+            "--winners has no configuration of a kernel that was measured",
+            "pass a bundle or cache folder that was warmed on such a GPU, without --target-gpu, or remove --winners",
+        )
+    for path in measured:
+        target = staging / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def _read_winner(path: Path) -> dict[str, Any]:

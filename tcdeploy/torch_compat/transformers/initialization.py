@@ -24,6 +24,11 @@ def supported() -> bool:
     return has_parameters(find(INITIALIZE), "module")
 
 
+def mark_as_loaded(tensor: Any) -> None:
+    """Make transformers' initialisation functions leave the tensor unchanged."""
+    tensor._is_hf_initialized = True
+
+
 @contextlib.contextmanager
 def skipping_loaded_modules() -> Iterator[None]:
     """During the block, a module is not initialised if it has parameters, all of them loaded, and no buffers."""
