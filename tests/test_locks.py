@@ -90,7 +90,7 @@ def test_the_lock_of_ci_leaves_torch_out_so_that_a_build_for_the_cpu_can_be_sele
 
 
 def test_the_headers_of_cuda_are_those_of_the_locked_pytorch() -> None:
-    """A build for the GPU of another machine includes them, and CPU builds of PyTorch do not depend on the last one."""
+    """A build for the GPU of another machine includes them. Only CUDA builds of PyTorch depend on one of them."""
     runtime, headers = pins(ROOT / "scripts/locks/runtime.txt"), pins(ROOT / "scripts/locks/cuda-headers.txt")
     assert headers.keys() == {"nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-runtime"}
     assert headers.keys() & runtime.keys() == {"nvidia-cuda-runtime"}

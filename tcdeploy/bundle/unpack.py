@@ -57,9 +57,9 @@ STAGED_MANIFEST, STAGED_HEADER = ".manifest", ".header"  # paths in a bundle nev
 
 @dataclass(frozen=True)
 class UnpackResult:
-    """`plan_key`: that the bundle is named after.
+    """plan_key: the plan that the bundle is named after.
 
-    measured_plans: keys of the plans whose measurements of a start on this machine were kept.
+    measured_plans: keys of the plans for which the folder keeps the measurements of an earlier start.
     """
 
     plan_key: str
@@ -97,8 +97,8 @@ def unpack(
     allow_rollback: accept a bundle that is older than the one from which the folder has the plan.
     is_trusted_folder: accept a folder that other users can change.
     keeps_measurements: if the bundle is of a build without the GPU, and a start in the folder has run this build, keep
-        what it has measured, unless `allow_rollback`. Files of the start are in no bundle, so a start with
-        --require-signed refuses them.
+        the measurements of that start, unless `allow_rollback`. No bundle contains the files of that start, so a start
+        with --require-signed refuses them.
 
     Raises TrustError, IntegrityError, SpaceError and TcdeployError.
     """
@@ -174,7 +174,7 @@ def check_not_older(new: Path, existing: Path) -> None:
 
 
 def _was_run_here(folder: Path, header: Header) -> bool:
-    """Whether the folder has the plan of a build without the GPU, undamaged, and a start has run it since."""
+    """Whether a plan was built without the GPU, and the folder has this build, undamaged and run by a start."""
     built = header.manifest
     if built.blind is None or built.has_run:
         return False

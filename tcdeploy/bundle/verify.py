@@ -171,13 +171,13 @@ def _describe_gpu(manifest: Manifest) -> str:
 
 
 def check_same_gpu(packed: Manifest, here: Environment) -> None:
-    """Raise MismatchError if a plan was made for another GPU model than the first of this machine, or for a CPU."""
+    """Raise MismatchError unless the plan was made for the first GPU model of `here`, or for a CPU if it has no GPU."""
     gpus, gpus_here = parse_environment(packed.environment).gpus[:1], here.gpus[:1]
     if len(gpus) != len(gpus_here) or not all(map(is_same_model, gpus, gpus_here)):
         there, found = (gpus[0].name if gpus else "a CPU" for gpus in (gpus, gpus_here))
         raise MismatchError(
-            f"plan {packed.plan['key']} was made for {there}, and this start would be on {found}",
-            "repeat the command on such a machine; without --run, hashes and signatures are checked on any machine",
+            f"plan {packed.plan['key']} was made for {there}, but here it would run on {found}",
+            "repeat the command on such a machine, or omit --run to check only hashes and signatures",
         )
 
 

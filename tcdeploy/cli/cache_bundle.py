@@ -208,7 +208,7 @@ def _copy_plans(source: Path, folder: Path) -> None:
 def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:
     """Start the plan and compare each bucket's outputs with the packed ones.
 
-    Raises MismatchError for a plan of another GPU, and ThresholdError on a miss. Nothing is compiled.
+    Compiles nothing. Raises MismatchError for a plan for another GPU model, and ThresholdError on a miss.
     """
     from tcdeploy.bundle.verify import check_same_gpu, compare_top_tokens, packed_manifest
     from tcdeploy.cli import display

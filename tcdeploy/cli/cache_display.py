@@ -88,8 +88,8 @@ def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
     plans, size = _plans(unpacked.plan_key, unpacked.other_plans), f"{_mb(unpacked.bytes)} MB"
     show_sentence(f"{plans} {outcome}: {unpacked.files} files, {size} in {folder}; {_format_signer(unpacked.signer)}")
     if unpacked.measured_plans:
-        kept = "what the first start of this build has measured here is kept"
-        show_sentence(f"{kept}; to discard it: --allow-rollback")
+        kept = "the measurements of this build's first start in the folder are kept"
+        show_sentence(f"{kept}; to discard them: --allow-rollback")
 
 
 def _plans(plan_key: str, others: Sequence[str]) -> str:

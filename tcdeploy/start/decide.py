@@ -63,7 +63,7 @@ from tcdeploy.torch_compat.inductor.settings import disabling_settings, settings
 from tcdeploy.torch_compat.registry import missing_internals
 
 _import_stage.end()
-_kept_probe: dict[str, ProbedModel] = {}  # by config, until the next `decide` for it
+_kept_probe: dict[str, ProbedModel] = {}  # by config; removed by the next `decide` for this config
 NO_COMPILER = PlanFinding(
     "compiler",
     "there is no C++ compiler, so only ahead-of-time packages that are in the cache folder can run",
@@ -81,9 +81,9 @@ def decide(
     `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
     report what this machine lacks in `findings` instead of raising an error. `jit_reason`, `policy`: for `--programs
     auto` (start/auto_programs.py). `needs_weights`: trace them. `target`: plan for this GPU instead of the machine's
-    own. `keeps_probe`: the process decides again for the same model, which need not be probed again. Raises ModelError
-    with all reasons if the model cannot be served; tensors that do not fit the config are reported alone, if the rest
-    could be planned. Raises UsageError for a `target` that cannot be planned for.
+    own. `keeps_probe`: keep the probed model for the next `decide` with the same config. Raises ModelError with all
+    reasons if the model cannot be served; tensors that do not fit the config are reported alone, if the rest could be
+    planned. Raises UsageError for a `target` that cannot be planned for.
     """
     environment = _detect_environment(recipe, target)
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run, keeps_probe)
@@ -354,7 +354,7 @@ def _read_model(
 
 
 def _probe(recipe: Recipe, config: PreTrainedConfig, keeps_probe: bool) -> ProbedModel:
-    """Probe the model, unless an earlier `decide` has kept it. A quantised one is changed later, and not kept."""
+    """Probe the model, or take the one that `decide` has kept. A quantised one is not kept: `decide` changes it."""
     key = json.dumps(config_to_dict(config), sort_keys=True)
     if (kept := _kept_probe.pop(key, None)) is not None:
         return kept

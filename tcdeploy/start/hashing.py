@@ -1,7 +1,8 @@
 """Hashes in threads what the names of programs depend on: the installations of torch and Triton, and our sources.
 
-Parsing the sources holds the GIL for 0.3 s. Most starts do it while they wait for the weights. The first start of
-programs that were built without the GPU does it while the GPU computes the reference, when Python has least to do.
+Parsing the sources holds the GIL for 0.2 s. Most starts do it while they wait for the weights. The first start of
+packages that were built without the GPU does it while the GPU computes the reference, because Python has little
+to do then.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def hashing_sources(planned: PlannedModel) -> Iterator[None]:
     thread = threading.Thread(target=_hash_sources, args=(planned,), name="sources", daemon=True)
     thread.start()
     yield
-    thread.join()  # otherwise the caller would parse the rest a second time
+    thread.join()  # otherwise the caller would parse the remaining files too
 
 
 def _hash_sources(planned: PlannedModel) -> None:

@@ -245,7 +245,7 @@ class ModelCode:
 
     @property
     def _is_first_start(self) -> bool:
-        """Whether no start has run the plan's programs, which were built without the GPU."""
+        """Whether the plan was built without the GPU, and no start has run its programs."""
         return self._earlier is not None and not self._earlier.has_run
 
     @property

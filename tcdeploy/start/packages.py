@@ -144,7 +144,7 @@ class Packages:
 
     def decide(self) -> FoundRecord:
         wait_for_gpu = do_nothing if self._request.recipe.device == "cpu" else start_initializing_gpu()
-        self._found = find_record(self._request)  # without a record, start/model_code.py waits for the GPU
+        self._found = find_record(self._request)  # without a record, start/model_code.py waits instead
         self._gpu_setup.callback(wait_for_gpu)
         return self._found
 

@@ -25,7 +25,7 @@ from tcdeploy.start.planned import StartRequest
 if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
-_begun: Recipe | None = None  # the recipe of `begin_start`, until its `prepare`
+_begun: Recipe | None = None  # the last recipe of `begin_start`, until the next `prepare`
 
 
 def prepare(
@@ -65,7 +65,7 @@ def prepare(
 
 
 def begin_start(recipe: Recipe) -> None:
-    """Start the threads of a `prepare` of this recipe that follows, before torch is imported for something else."""
+    """Start the threads of a `prepare` of this recipe that is called later. To be called before torch is imported."""
     global _begun
     _begun = recipe
     if recipe.device != "cpu":

@@ -431,7 +431,7 @@ def test_the_command_has_different_exit_codes_for_damage_and_distrust(
 def test_outputs_are_compared_only_on_the_gpu_of_the_plan(
     packed_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start on another GPU would compile everything before it failed."""
+    """Otherwise the command would start the plan, and fail only then."""
     started: list[Recipe] = []
     gpu = H100.gpus[0]
     others = {
@@ -446,7 +446,7 @@ def test_outputs_are_compared_only_on_the_gpu_of_the_plan(
         assert not all(replay.passed for replay in cache_bundle._replay(tmp_path, key_of(made), None))
         assert [recipe.compile for recipe in started] == [False]
         return
-    there = f"made for {gpus[0].name if gpus else 'a CPU'}, and this start would be on {gpu.name}"
+    there = f"made for {gpus[0].name if gpus else 'a CPU'}, but here it would run on {gpu.name}"
     with pytest.raises(MismatchError, match=there) as caught:
         cache_bundle._replay(tmp_path, key_of(made), None)
     assert caught.value.exit_code == 3 and not started

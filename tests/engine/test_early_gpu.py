@@ -116,7 +116,7 @@ def test_a_process_initialises_its_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_second_start_waits_for_the_thread_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start from packages that finds no record does not wait, and the start with the model's code does."""
+    """A start from packages that finds no record does not wait. The start with the model's code that follows does."""
     running, calls = threading.Event(), list[torch.device]()
 
     def use_libraries(device: torch.device) -> None:
@@ -154,7 +154,7 @@ def test_products_are_those_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_start_without_a_record_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start with the model's code imports it meanwhile."""
+    """The start with the model's code follows, and imports it while the GPU is initialised."""
     wait = mock.Mock()
     monkeypatch.setattr(packages, "start_initializing_gpu", lambda: wait)
     recipe = Recipe(model=TINY, programs="aot", cache_dir=str(tmp_path))

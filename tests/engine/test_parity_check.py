@@ -53,7 +53,7 @@ def test_an_eager_computation_that_is_wrong_in_float32_is_no_yardstick() -> None
 @pytest.mark.parametrize("lowest", [None, -math.inf])
 @pytest.mark.parametrize("fault", [0.0, 0.21, 1e6])
 def test_a_token_that_a_model_excludes_is_equal_in_all_dtypes(lowest: float | None, fault: float) -> None:
-    """Its logit is the lowest value of the dtype, and no yardstick for the others. `fault`: of one logit."""
+    """Its logit, -inf or the lowest value of the dtype, widens no limit. `fault`: the value of one logit."""
 
     def excluding(logits: Tensor, dtype: torch.dtype) -> Tensor:
         value = torch.finfo(dtype).min if lowest is None else lowest

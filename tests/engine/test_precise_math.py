@@ -32,7 +32,7 @@ def test_a_convolution_with_a_bias(low: str, high: str, as_keyword: bool) -> Non
 
 @pytest.mark.parametrize("as_embedding", [True, False])
 def test_an_in_place_operation_changes_its_tensor(as_embedding: bool) -> None:
-    """CTRL scales its embeddings in place. Their rows are computed in the high precision; other tensors are rounded."""
+    """CTRL scales its embeddings in place. They have the higher precision; other results have the lower one."""
     weight = torch.rand(5, 8)
     with precise_math(torch.float32, torch.float64):
         x = functional.embedding(torch.tensor([3, 1]), weight) if as_embedding else weight[[3, 1]]

@@ -132,7 +132,7 @@ def test_a_refused_start_creates_no_context(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_fetch_before_the_start_begins_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fetch` imports torch, after which no context would be created in a thread."""
+    """`fetch` imports torch, and `start_context` does nothing after that."""
     events: list[Any] = []
     monkeypatch.setattr(start, "start_context", lambda: events.append("context"))
     monkeypatch.setattr(model_code, "start_from_code", lambda request: events.append("start"))

@@ -103,7 +103,7 @@ def peak_and_bytes(load: Load) -> tuple[int, int]:
 
 @each_case
 def test_nothing_is_drawn_on_the_meta_device(loaders: dict[str, Load], case: str) -> None:
-    """transformers would draw each matrix with Python's decompositions, and the values would be dropped."""
+    """transformers would draw each matrix through Python decompositions, although the meta device stores no values."""
     drawn: list[str] = []
 
     class Draws(TorchDispatchMode):

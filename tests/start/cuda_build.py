@@ -1,7 +1,7 @@
-"""The environment of `warm --target-gpu` in tests: PyTorch's CUDA build, or a CPU build with what it lacks.
+"""The environment of `warm --target-gpu` in tests, with PyTorch's CUDA build or with a CPU build and stubs.
 
-What a CUDA build has and a CPU build lacks: some names (cuda_names/sitecustomize.py), a device guard, and two libraries
-to link packages with. The stubs of the libraries define nothing, so such packages can be read and not loaded.
+A CPU build lacks some names (cuda_names/sitecustomize.py), a device guard, and two libraries with which packages are
+linked. The stubs of these libraries define nothing, so the packages can be read but not loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ static impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new impl::NoOp
 
 
 def cuda_build(folder: Path) -> dict[str, str]:
-    """Environment variables for `warm --target-gpu`. `folder`: an empty one, for libraries."""
+    """Environment variables for `warm --target-gpu`. `folder`: an empty folder for the stubs."""
     if torch.version.cuda is not None:
         return {}
     packages = Path(torch.__file__).parent

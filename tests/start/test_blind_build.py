@@ -1,4 +1,4 @@
-"""Builds for GPUs that the machine does not have. With a CPU build of PyTorch, see cuda_build.py."""
+"""Builds for GPUs that the machine does not have. A CPU build of PyTorch is supplemented by cuda_build.py."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_programs_and_kernels_are_compiled_for_the_target(
     assert [record.bucket for record in manifest.buckets] == ["prefill:64", "decode:1"]
     assert {record.outcome for record in manifest.buckets} == {"blind"} and not manifest.was_warm
     assert architectures(folder, manifest) == {number}
-    assert manifest.environment["torch"] == torch.__version__  # in the key, so a CUDA build misses those of a CPU build
+    assert manifest.environment["torch"] == torch.__version__  # in the key: a CUDA build misses plans of a CPU build
     assert manifest.blind is not None and manifest.blind.choices == tuple(report["choices"]) != ()
     folders = {file.path.partition("/")[0] for file in manifest.files}
     assert folders == {"aot", "triton"} if programs == "auto" else {"fxgraph", "aotautograd", "triton"} <= folders
@@ -100,7 +100,7 @@ def test_configurations_that_were_not_measured_are_no_winners(tmp_path: Path) ->
 def test_winners_without_a_measurement_are_refused(times: tuple[int, ...], tmp_path: Path) -> None:
     for time in times:
         (tmp_path / "x.best_config").write_text(json.dumps({"time_taken_ms": time}))
-    with pytest.raises(MismatchError, match="--winners has no configuration of a kernel that was measured") as caught:
+    with pytest.raises(MismatchError, match="--winners contains no measured kernel configuration") as caught:
         copy_winners(tmp_path, tmp_path / "staging")
     assert "without --target-gpu, or remove --winners" in caught.value.hint
 

@@ -1,4 +1,4 @@
-"""`fetch` decides before the start does, and the start does not probe the model again."""
+"""`fetch` and the start after it both call `decide`. Only the first call probes the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that `tcdeploy quantize` saved in FP8 is served from a bundle without a compiler and without extras."""
+"""A model that `tcdeploy quantize` saved in FP8 starts from a bundle without a compiler and without extras."""
 
 from __future__ import annotations
 

@@ -151,11 +151,11 @@ def test_the_command_says_that_measurements_are_kept(tmp_path: Path, run_cli: Ru
     pack(tmp_path / "cache", key_of(made), tmp_path / "built.tcb")
     run = dataclasses.replace(made, buckets=tuple(record_of(record.bucket) for record in made.buckets))
     command = ("cache", "unpack", str(tmp_path / "built.tcb"), str(tmp_path / "server"), "--allow-unsigned")
-    assert "is kept" not in run_cli(*command).stdout
+    assert "are kept" not in run_cli(*command).stdout
     write_manifest(path_of(tmp_path / "server", made), run)
     again = run_cli(*command)
     assert again.returncode == 0 and "already present" in again.stdout, again.stderr
-    assert "what the first start of this build has measured here is kept" in again.stdout
+    assert "the measurements of this build's first start in the folder are kept" in again.stdout
 
 
 @pytest.mark.parametrize(

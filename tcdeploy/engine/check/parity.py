@@ -18,8 +18,8 @@ may lead to the next FP8 value, 1/16 farther. In 16 bits this happens in every r
 float32 it happens to single values of few prompts, so there one of them may pass too (FP8_KV_ROUNDING). Without a
 higher-precision reference, the bucket is compared with eager logits within fixed tolerances.
 
-Some models exclude tokens, and set their logits to the lowest value of the dtype. All such logits count as equal
-(EXCLUDED_LOGIT).
+Some models exclude tokens by setting their logits to -inf or to the lowest value of the dtype. All logits up to
+EXCLUDED_LOGIT count as equal.
 
 If transformers' eager computation is itself wrong for a config, a program that is as wrong would pass. In float32 such
 a distance is far larger than any rounding error, so there the largest logit difference also has a fixed limit
@@ -41,7 +41,7 @@ ROUNDING = {"float32": (1e-5, 1e-9), "float16": (1e-3, 1e-6), "bfloat16": (8e-3,
 FP8_KV_ROUNDING = (3e-2, 2e-3)  # float32; 240 checks of small models gave at most 1.5e-2 and 9e-4
 FP8_KV_MEDIAN_KL = 1e-4  # float32; the same checks gave at most 1.4e-5
 MAX_FLOAT32_DIFFERENCE = 5e-2  # of the largest logit; log-probabilities of 182 model types differed by at most 5e-5
-EXCLUDED_LOGIT = -65504.0  # and less: the lowest value of float16, and -inf
+EXCLUDED_LOGIT = -65504.0  # the lowest value of float16; an excluded token has this logit or a lower one
 TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1, 2e-2)}
 EAGER_QUANTILE = 0.75  # of the eager rows' KL divergence; compared with the median of the bucket's rows
 # The median of fewer rows has the limit of the largest. A single eager row of small bfloat16 models exceeds that of the

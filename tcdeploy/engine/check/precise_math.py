@@ -3,7 +3,7 @@
 Within `precise_math(low, high)` every operation that gets a tensor of the dtype `low` computes in `high` instead, and
 conversions to `low` are left out. So the activations are `high` from the first operation on, and each weight is
 converted when an operation reads it. Operations that only move data (views, indexing) keep `low`: their result is
-exact. Of an embedding only the rows that are read are converted. An in-place operation on a tensor of the dtype `low`
+exact. For an embedding, only the rows that are read are converted. An in-place operation on a tensor of the dtype `low`
 rounds its result to `low`.
 
 GEMMs of float32 activations and bfloat16 weights run on tensor cores: an activation is split into three bfloat16 terms,

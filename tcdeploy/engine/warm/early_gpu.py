@@ -1,7 +1,7 @@
 """Prepares the GPU in threads, while a start does something else.
 
-`start_initializing_gpu` loads CUDA's libraries and the kernels of operators, which CUDA does at their first use. These
-calls mostly do not hold the GIL.
+`start_initializing_gpu` loads CUDA's libraries and the kernels of operators, which would otherwise be loaded at their
+first use. These calls mostly do not hold the GIL.
 
 `compiling_kernels_of` launches the Triton kernels of a start's first steps. The steps run uncompiled, and their
 launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill steps launch the same attention
@@ -40,8 +40,8 @@ log = logging.getLogger("tcdeploy.engine")
 def start_initializing_gpu() -> Callable[[], None]:
     """Initialise the current GPU, if any, in a thread. Returns a function that waits for it.
 
-    While the thread runs, a second call returns the same function. Errors are raised by the next CUDA call. Does
-    nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
+    While the thread runs, further calls start no other. The thread only logs errors: the caller's next CUDA call raises
+    them. Does nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
     """
     global _initialization
     if _initialization is None or not _initialization.is_alive():

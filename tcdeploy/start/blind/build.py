@@ -198,13 +198,13 @@ def _experts_without_values() -> Iterator[None]:
 def copy_winners(source: Path, staging: Path) -> None:
     """Copy autotuner results of Inductor that were measured: the others have a negative time.
 
-    Raises IntegrityError for a file that is no such result, and MismatchError if none was measured.
+    Raises IntegrityError for a file that is not such a result, and MismatchError if none was measured.
     """
     measured = [path for path in source.rglob(f"*{WINNER_SUFFIX}") if _read_winner(path).get("time_taken_ms", 0) >= 0]
     if not measured:
         raise MismatchError(
-            "--winners has no configuration of a kernel that was measured",
-            "pass a bundle or cache folder that was warmed on such a GPU, without --target-gpu, or remove --winners",
+            "--winners contains no measured kernel configuration",
+            "pass a bundle or cache folder that was warmed on this GPU model without --target-gpu, or remove --winners",
         )
     for path in measured:
         target = staging / path.relative_to(source)

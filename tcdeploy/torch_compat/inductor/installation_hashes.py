@@ -27,8 +27,8 @@ def supported() -> bool:
 def start_hashing(compiles: bool = True) -> threading.Thread | None:
     """Compute the hashes in a thread. The start need not wait for it. None if they are not supported.
 
-    `compiles`: also that of torch, which only programs need that torch compiles or looks up. It takes 0.14 s with the
-    GIL held.
+    `compiles`: hash torch too. Only programs that torch compiles or finds in its caches need this hash, which holds the
+    GIL for 0.14 s.
     """
     if not supported():
         return None

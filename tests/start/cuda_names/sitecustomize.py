@@ -1,7 +1,7 @@
-"""Gives a CPU build of PyTorch what `warm --target-gpu` uses of a CUDA build, in the process of the build only.
+"""Adds to a CPU build of PyTorch the names of a CUDA build that `warm --target-gpu` uses.
 
-The process of the command keeps the CPU build, and no PyTorch can run the programs. The environment variable
-CUDA_DEVICE_GUARD is the path of the library that `cuda_build` (tests/start/cuda_build.py) compiles.
+Only the process that builds is changed, not that of the command. The environment variable CUDA_DEVICE_GUARD is the path
+of the library that `cuda_build` (tests/start/cuda_build.py) compiles.
 """
 
 import ctypes
