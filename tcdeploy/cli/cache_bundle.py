@@ -221,11 +221,11 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     with display.show_progress() as progress:
         from tcdeploy.start.prepare import prepare
 
-        deployment = prepare(recipe, progress)
-    missed = [record.bucket for record in deployment.records if record.outcome in ("miss", "uncached")]
-    if missed:
-        hint = "tcdeploy cache why lists what differs"
-        raise ThresholdError(f"on this machine {', '.join(missed)} had to compile", hint)
+        try:
+            deployment = prepare(recipe, progress)
+        except ThresholdError as error:  # it names `folder`, a temporary copy
+            message = f"on this machine, not all programs of plan {plan_key} are in the cache"
+            raise ThresholdError(message, "tcdeploy cache why lists what differs") from error
     return compare_top_tokens(packed, deployment.records)
 
 

@@ -31,7 +31,7 @@ from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signing import generate_key, read_signed_header, trust
 from tcdeploy.cli import cache_bundle
-from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, TrustError, UsageError
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, TrustError, UsageError
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start import prepare
 from tests.bundle.conftest import Keys, Packed
@@ -450,3 +450,13 @@ def test_outputs_are_compared_only_on_the_gpu_of_the_plan(
     with pytest.raises(MismatchError, match=there) as caught:
         cache_bundle._replay(tmp_path, key_of(made), None)
     assert caught.value.exit_code == 3 and not started
+
+
+def test_a_miss_of_a_replay_names_the_plan_and_not_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_small(tmp_path, environment=asdict(as_installed(gpus=H100.gpus)))
+    refused = ThresholdError(f"decode:1 needs a program that is not in {tmp_path}", "nothing was compiled")
+    monkeypatch.setattr(cache_bundle, "detect_environment", lambda device: H100)
+    monkeypatch.setattr(prepare, "prepare", mock.Mock(side_effect=refused))
+    with pytest.raises(ThresholdError, match=f"not all programs of plan {key_of(made)} are in the cache") as caught:
+        cache_bundle._replay(tmp_path, key_of(made), None)
+    assert str(tmp_path) not in str(caught.value) and caught.value.hint == "tcdeploy cache why lists what differs"

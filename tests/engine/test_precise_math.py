@@ -42,3 +42,11 @@ def test_an_in_place_operation_changes_its_tensor(as_embedding: bool) -> None:
     assert x.dtype == (torch.float64 if as_embedding else torch.float32)
     assert_close(x.double(), torch.stack([expected + 1e-12, expected]), rtol=0, atol=1e-14 if as_embedding else 1e-7)
     assert not as_embedding or (x[0] > x[1]).all()
+
+
+def test_in_place_views_have_their_shape() -> None:
+    x = torch.rand(1, 3)
+    with precise_math(torch.float32, torch.float64):
+        x.squeeze_(0).unsqueeze_(1)
+        y = x * 2
+    assert (x.shape, y.shape, y.dtype) == ((3, 1), (3, 1), torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ class FakeRunner:
         self.plan = SimpleNamespace(device=device, compute_dtype="bfloat16", buckets=buckets, **values)
         self.model = torch.nn.Linear(1, 1)
         self.weight = 1.0
+        self.excluded: float | None = None  # the logit of the last token, if the model excludes it
         self.passes = 0
         self.errors: list[Exception] = []  # raised by every second pass, which is in the higher precision
 
@@ -44,7 +46,9 @@ class FakeRunner:
         if self.errors and self.passes % 2 == 0:
             raise self.errors.pop(0)
         sums = torch.tensor(token_ids).cumsum(1)[:, positions]
-        return torch.sin(sums[..., None] * torch.arange(1, VOCAB_SIZE + 1) * self.weight).bfloat16()
+        logits = torch.sin(sums[..., None] * torch.arange(1, VOCAB_SIZE + 1) * self.weight).bfloat16()
+        logits[..., -1] = self.excluded if self.excluded is not None else logits[..., -1]
+        return logits
 
 
 def make_prompts(runner: Any, window: int = 0) -> CheckPrompts:
@@ -88,8 +92,10 @@ def test_every_checked_prefix_has_logits_of_its_own_tokens() -> None:
         assert torch.equal(logits.eager, runner.reference_logits([tokens], [len(tokens) - 1], "")[0, 0])
 
 
-def test_a_changed_weight_changes_the_reference() -> None:
+@pytest.mark.parametrize("excluded", [None, -math.inf, torch.finfo(torch.bfloat16).min])
+def test_a_changed_weight_changes_the_reference(excluded: float | None) -> None:
     runner: Any = FakeRunner()
+    runner.excluded = excluded
     prompts = make_prompts(runner)
     references = compute_references(runner, prompts, "sdpa")
     assert not reference_changed(runner, prompts, references, "sdpa")

@@ -125,10 +125,15 @@ def _rounding(compute_dtype: str, has_fp8_kv: bool) -> tuple[float, float, float
 
 def row_distances(logits: Tensor, precise: Tensor) -> Tensor:
     """[rows, 2] float64: each row's largest difference of logits, and its KL divergence in nats."""
-    logits, precise = logits.double().clamp(min=EXCLUDED_LOGIT), precise.double().clamp(min=EXCLUDED_LOGIT)
+    logits, precise = comparable(logits.double()), comparable(precise.double())
     log_p, log_q = precise.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # rounding may leave it below 0
     return torch.stack([(logits - precise).abs().amax(dim=-1), kl], dim=1)
+
+
+def comparable(logits: Tensor) -> Tensor:
+    """The logits, with those of excluded tokens equal."""
+    return logits.clamp(min=EXCLUDED_LOGIT)
 
 
 def largest_logit(logits: Tensor) -> float:

@@ -51,7 +51,7 @@ def _conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: An
 
 
 def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func.is_view or func in MOVES_DATA:
+    if func.is_view or func in MOVES_DATA or torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
     if func is aten.embedding.default:
         return _raise_precision(func(*args, **kwargs), low, high)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, PromptPrefix, evenly_spaced
-from tcdeploy.engine.check.parity import ROUNDING, largest_logit, row_distances
+from tcdeploy.engine.check.parity import ROUNDING, comparable, largest_logit, row_distances
 from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.check.rounded_attention import ROUNDED, register_rounded_attention
 from tcdeploy.engine.check.rounded_inputs import rounded_inputs
@@ -123,7 +123,7 @@ def reference_changed(
     pairs = [(logits[prompt, row].cpu(), references.rows[prefix].eager) for prefix, prompt, row in batch.rows()]
     now, before = (torch.stack(column).float() for column in zip(*pairs, strict=True))
     rounding, _ = ROUNDING[runner.plan.compute_dtype]
-    difference = (now - before).abs().amax(dim=-1).median().item()
+    difference = (comparable(now) - comparable(before)).abs().amax(dim=-1).median().item()
     return not difference <= rounding * largest_logit(before)
 
 
