@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
@@ -19,9 +18,6 @@ from tests.conftest import prepare_tiny
 from tests.engine_loop import generate_tokens, new_tokens
 
 TOKENS = 24
-# In bfloat16, of logits with a standard deviation of 1.2. In 18 families of small models, at most 9 of 234 tokens were
-# farther than 0.25, because of rounding, and those measured were up to 0.97. Exchanged slots: most are farther than 1.
-CLOSE_LOGIT, MAX_FAR_SHARE = 1.0, 0.02
 SCARCE_BLOCKS = 24  # of 16 tokens: the longest request alone takes 21 of 23, so the others are preempted
 
 
@@ -141,14 +137,11 @@ def random_requests(source: random.Random, num_requests: int) -> list[tuple[list
     return requests
 
 
-def check_random_traffic(
-    engine: Engine, num_requests: int, seed: int = 21, reference: Any = None, is_rounded: bool = False
-) -> None:
+def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21, reference: Any = None) -> None:
     """Requests that arrive at random steps, some of which are aborted, get the tokens that they get alone.
 
     `reference`: transformers' model in float32. One forward pass of it checks all tokens of a request. Without it, each
-    request runs alone on the engine first. `is_rounded`: in bfloat16, whose rounding depends on the batch, the logit of
-    nearly every token must be close to the largest one of the reference.
+    request runs alone on the engine first.
     """
     source = random.Random(seed)
     requests = random_requests(source, num_requests)
@@ -180,16 +173,10 @@ def check_random_traffic(
             drain(engine, tokens_by_id)
     finally:
         engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-    distances: list[float] = []
     for number, (request_id, tokens) in enumerate(tokens_by_id.items()):
         prompt, params = requests[number]
         assert request_id in aborted or len(tokens) == params.max_tokens
-        if is_rounded:
-            distances += distances_from_largest(reference, prompt, tokens)
-        else:
-            assert tokens == (next_tokens(reference, prompt, tokens) if reference else alone[number][: len(tokens)])
-    far = [distance for distance in distances if distance > CLOSE_LOGIT]
-    assert len(far) <= MAX_FAR_SHARE * len(distances), far
+        assert tokens == (next_tokens(reference, prompt, tokens) if reference else alone[number][: len(tokens)])
     assert serving.counts.compiles == 0
     assert len(mixed_steps) > num_requests // 4
     assert_idle(engine)
@@ -199,24 +186,12 @@ def next_tokens(reference: Any, prompt: list[int], tokens: list[int]) -> list[in
     """The greedy tokens after the prompt, and after each of `tokens` but the last. Equal to `tokens` if these are
     greedy.
     """
-    return _reference_logits(reference, prompt, tokens).argmax(-1).tolist() if tokens else []
-
-
-def distances_from_largest(reference: Any, prompt: list[int], tokens: list[int]) -> list[float]:
-    """By how much the reference's logit of each token is smaller than its largest one."""
     if not tokens:
         return []
-    logits = _reference_logits(reference, prompt, tokens)
-    distances: list[float] = (logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]).tolist()
-    return distances
-
-
-def _reference_logits(reference: Any, prompt: list[int], tokens: list[int]) -> Tensor:
-    """[tokens, vocab]: after the prompt, and after each of `tokens` but the last."""
     with torch.no_grad():
-        output = reference(torch.tensor([prompt + tokens[:-1]]), use_cache=False, logits_to_keep=len(tokens))
-    logits: Tensor = output.logits[0]
-    return logits
+        logits = reference(torch.tensor([prompt + tokens[:-1]]), use_cache=False, logits_to_keep=len(tokens)).logits
+    chosen: list[int] = logits[0].argmax(-1).tolist()
+    return chosen
 
 
 def test_preemption_changes_no_token(cache_dir: str, prompts: list[list[int]], answers: list[list[int]]) -> None:

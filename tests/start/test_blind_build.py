@@ -22,7 +22,7 @@ from tcdeploy.torch_compat.blind.cubin import architecture
 from tests.conftest import TINY, RunCLI
 from tests.start.cuda_build import cuda_build
 
-SHAPES = ("--load-format", "dummy", "--buckets", "64", "--batch-sizes", "1")
+SHAPES = ("--load-format", "dummy", "--buckets", "64", "--batch-sizes", "1,4")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_programs_and_kernels_are_compiled_for_the_target(
     report = json.loads(done.stdout)
     [(key, manifest)] = read_manifests(folder).items()
     assert key == report["plan_key"] and (programs != "jit" or key == planned["key"])
-    assert [record.bucket for record in manifest.buckets] == ["prefill:64", "decode:1"]
+    assert [record.bucket for record in manifest.buckets] == ["prefill:64", "decode:1", "decode:4"]
     assert {record.outcome for record in manifest.buckets} == {"blind"} and not manifest.was_warm
     assert architectures(folder, manifest) == {number}
     assert manifest.environment["torch"] == torch.__version__  # in the key: a CUDA build misses plans of a CPU build
