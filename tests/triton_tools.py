@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, mang
 
 from tcdeploy.kernels.experts import scheme_gemv_kernel
 from tcdeploy.kernels.linear import scheme_codes
+from tcdeploy.torch_compat.triton.kernel import Kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -158,6 +159,25 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     return launches
+
+
+def record_prefetches(
+    monkeypatch: pytest.MonkeyPatch, kernel: Kernel, kernel_module: Any, launching_module: Any
+) -> list[np.ndarray]:
+    """Let the interpreter run a kernel as with PDL, and record the addresses of the bytes that each prefetch covers."""
+    addresses: list[np.ndarray] = []
+
+    def prefetch_rows(rows: Any, COLUMNS: int) -> None:  # noqa: N803 - the name of the constexpr
+        size = COLUMNS * rows.dtype.element_ty.primitive_bitwidth // 8
+        addresses.append(rows.handle.data.reshape(-1, 1) + np.arange(size, dtype=np.uint64))
+
+    launch = kernel.launch
+    monkeypatch.setattr(kernel_module, "prefetch_rows", prefetch_rows)
+    monkeypatch.setattr(launching_module, "supports_pdl", lambda _: True)
+    monkeypatch.setattr(kernel, "launch", lambda *args, launch_pdl, **options: launch(*args, **options))
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    return addresses
 
 
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.attention import decode, mixed, prefill, reference
-from tcdeploy.kernels.attention.metadata import DecodeMetadata
+from tcdeploy.kernels.attention.metadata import DecodeMetadata, HeadNorms
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
 # FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
@@ -156,11 +156,11 @@ def _paged_prefill(
 
 def _triton_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeMetadata, params: AttentionParams,
-    splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+    splits: int, cos: Tensor | None, sin: Tensor | None, norms: HeadNorms | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return decode.paged_decode(
         q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, rows.split_counters, *params[:4], splits,
-        cos, sin, out, params.kv_scales,
+        cos, sin, out, params.kv_scales, norms,
     )  # fmt: skip
 
 
@@ -176,21 +176,24 @@ def _triton_mixed(
 
 def _reference_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeMetadata, params: AttentionParams,
-    splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+    splits: int, cos: Tensor | None, sin: Tensor | None, norms: HeadNorms | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    dtype = q.dtype
+    if norms is not None:
+        q, k = (reference.normalise_heads(states, norm, norms.eps) for states, norm in ((q, norms.q), (k, norms.k)))
     if cos is not None and sin is not None:
-        q, k = (reference.apply_rotary(states, cos, sin) for states in (q, k))
+        q, k = (reference.apply_rotary(states, cos, sin).to(dtype) for states in (q, k))
     return reference.paged_decode(
         q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, *params[:4], out, params.kv_scales
     )
 
 
 PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
-# The last arguments are cos and sin (see `reference.apply_rotary`), and `out`: if given, it is written and returned,
-# and rows of length 0 keep their contents.
+# The last arguments are cos and sin (see `reference.apply_rotary`), the norms before RoPE, and `out`: if given, it is
+# written and returned, and rows of length 0 keep their contents.
 DecodeFunction = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, DecodeMetadata, AttentionParams, int,
-     Tensor | None, Tensor | None, Tensor | None], Tensor,
+     Tensor | None, Tensor | None, HeadNorms | None, Tensor | None], Tensor,
 ]  # fmt: skip
 MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, DecodeMetadata, Tensor, AttentionParams, int], Tensor]
 WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]

@@ -18,6 +18,7 @@ from tcdeploy.kernels.attention.online_softmax import (
     store_rows,
     to_stored,
 )
+from tcdeploy.kernels.l2_prefetch import prefetch_rows
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
@@ -25,12 +26,13 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _decode_kernel(
     out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
-    kv_scales, q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence,
-    v_stride_head, rotary_stride, table_stride, table_width, splits, window, scale_log2, tanh_scale,
+    kv_scales, q_norm, k_norm, norm_eps, q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head,
+    v_stride_sequence, v_stride_head, rotary_stride, table_stride, table_width, splits, window, scale_log2, tanh_scale,
     TURN: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, USE_PDL: tl.constexpr, KEEPS_PADDING: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr, USE_PDL: tl.constexpr,
+    KEEPS_PADDING: tl.constexpr,
 ):  # fmt: skip
     """One program: the GROUP query heads of one kv head, padded to ROWS for tl.dot, over its turns of TURN tiles."""
     # Split 0 of every sequence is scheduled first. Programs without tiles exit while these compute.
@@ -53,6 +55,18 @@ def _decode_kernel(
     active_splits = tl.maximum(tl.minimum(tl.cdiv(tiles, TURN), splits), 1)
     if split_idx >= active_splits:
         return
+    if PREFETCH:
+        _prefetch_tile(
+            k_cache, v_cache, ids, first + split_idx * TURN * KEYS, cached, kv_head,
+            KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, KEYS,
+        )  # fmt: skip
+        if cos is not None:
+            row = sequence * rotary_stride + tl.arange(0, 1)
+            prefetch_rows(cos + row, HEAD_DIM)
+            prefetch_rows(sin + row, HEAD_DIM)
+        if q_norm is not None:
+            prefetch_rows(q_norm + tl.arange(0, 1), HEAD_DIM)
+            prefetch_rows(k_norm + tl.arange(0, 1), HEAD_DIM)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,8 +89,12 @@ def _decode_kernel(
         sin_row = tl.where(is_first_half, -sin_row, sin_row)
         q_mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         q_partner = tl.load(q + (heads * q_stride_head)[:, None] + partner[None, :], mask=q_mask, other=0.0)
-        q_tile = _apply_rotary(q_tile, q_partner, cos_row[None, :], sin_row[None, :])
-        k_new = _apply_rotary(k_new, tl.load(k + partner, mask=k_mask, other=0.0), cos_row, sin_row)
+        k_partner = tl.load(k + partner, mask=k_mask, other=0.0)
+        if q_norm is not None:
+            q_tile, q_partner = _normalise(q_tile, q_partner, q_norm, dims, partner, norm_eps, HEAD_DIM)
+            k_new, k_partner = _normalise(k_new, k_partner, k_norm, dims, partner, norm_eps, HEAD_DIM)
+        q_tile = _apply_rotary(q_tile, q_partner, cos_row[None, :], sin_row[None, :]).to(q.dtype.element_ty)
+        k_new = _apply_rotary(k_new, k_partner, cos_row, sin_row).to(k.dtype.element_ty)
 
     if kv_scales is not None:
         k_new = to_stored(k_new, tl.load(kv_scales), k_cache)
@@ -146,7 +164,37 @@ def _tile(number, split_idx, splits, TURN: tl.constexpr):
 @triton.jit
 def _apply_rotary(x, partner, cos_row, sin_row):
     """RoPE over pairs (i, i + head_dim / 2): `partner` is x's other coordinate, and `sin_row` carries its sign."""
-    return (x.to(tl.float32) * cos_row + partner.to(tl.float32) * sin_row).to(x.dtype)
+    return x.to(tl.float32) * cos_row + partner.to(tl.float32) * sin_row
+
+
+@ignore_comments
+@triton.jit
+def _normalise(x, partner, norm, dims, partner_dims, eps, HEAD_DIM: tl.constexpr):
+    """RMSNorm over the last dimension of x, and of `partner`, which has the same elements in another order; float32."""
+    x, partner = x.to(tl.float32), partner.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / HEAD_DIM + eps)
+    weights = tl.load(norm + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+    partner_weights = tl.load(norm + partner_dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+    if len(x.shape) == 2:
+        weights, partner_weights = weights[None, :], partner_weights[None, :]
+    return x * factor * weights, partner * factor * partner_weights
+
+
+@ignore_comments
+@triton.jit
+def _prefetch_tile(
+    k_cache, v_cache, ids, start, cached, kv_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch a split's first tile of K and V, which earlier steps wrote. Past the sequence it prefetches slot 0.
+
+    Otherwise the tile would wait for the weights that the successor reads while this kernel computes.
+    """
+    keys = start + tl.arange(0, KEYS)
+    slots = tl.where(keys < cached, key_slots(ids.to(tl.int64), keys, kv_head, KV_HEADS, BLOCK_SIZE), 0)
+    prefetch_rows(k_cache + slots * HEAD_DIM, HEAD_DIM)
+    prefetch_rows(v_cache + slots * V_HEAD_DIM, V_HEAD_DIM)
 
 
 @ignore_comments

@@ -48,6 +48,14 @@ class DecodeMetadata(NamedTuple):
     slots: Tensor | None = None  # [rows] int32: as in PrefillMetadata
 
 
+class HeadNorms(NamedTuple):
+    """The RMSNorms of the heads of queries and keys before RoPE: weights [head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class AttentionMetadata(NamedTuple):
     """What a step attends over; both are set in a mixed step.
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.attention import backends
-from tcdeploy.kernels.attention.metadata import DecodeMetadata
+from tcdeploy.kernels.attention.metadata import DecodeMetadata, HeadNorms
 from tcdeploy.kernels.attention.splits import decode_splits
 from tcdeploy.kernels.custom_op import custom_op
 
@@ -76,6 +76,7 @@ def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     split_counters: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float, splits: int, backend: str,
     cos: Tensor | None = None, sin: Tensor | None = None, kv_scales: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Write each sequence's newest K and V into the caches, then attend with one query per sequence.
 
@@ -84,13 +85,17 @@ def decode_attention(
     writes nothing, and its row of the result is zero. split_counters [max batch + 1 or more, kv_heads] int32 is zero
     before and after; a step uses the first rows. `splits` parts of a sequence, fixed per bucket, affect speed and
     rounding. If cos and sin [sequences, head_dim] are given, RoPE is applied to q and k first (rotate-half layout).
+    If q_norm and k_norm [head_dim] are given too, each head x of q and k is x / sqrt(mean(x^2) + norm_eps) * norm
+    before RoPE.
     """
-    assert (cos is None) == (sin is None)
+    assert (cos is None) == (sin is None) and (q_norm is None) == (k_norm is None)
+    assert q_norm is None or cos is not None
+    norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, norm_eps)
     decode = backends.IMPLEMENTATIONS[backend].decode
     assert decode is not None
     rows = DecodeMetadata(block_table, seq_lens, split_counters)
     params = backends.AttentionParams(scale, window, softcap, sinks, kv_scales)
-    return decode(q, k, v, k_cache, v_cache, rows, params, splits, cos, sin, None)
+    return decode(q, k, v, k_cache, v_cache, rows, params, splits, cos, sin, norms, None)
 
 
 @custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
@@ -122,7 +127,9 @@ def mixed_attention(
     if rows:
         decode = backends.IMPLEMENTATIONS[decode_backend].decode
         assert decode is not None
-        decode(q[:rows], k[:rows], v[:rows], k_cache, v_cache, decode_batch, params, splits, None, None, out[:rows])
+        decode(
+            q[:rows], k[:rows], v[:rows], k_cache, v_cache, decode_batch, params, splits, None, None, None, out[:rows]
+        )
     return out
 
 

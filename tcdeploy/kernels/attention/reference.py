@@ -94,6 +94,11 @@ def paged_prefill(
     return out
 
 
+def normalise_heads(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head of x [sequences, heads, head_dim], in float32, with weights norm [head_dim]: float32."""
+    return torch.nn.functional.rms_norm(x.float(), norm.shape, norm.float(), eps)
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE of x [sequences, heads, head_dim] over pairs (i, i + head_dim / 2); cos and sin are [sequences, head_dim].
 

@@ -31,20 +31,22 @@ log = logging.getLogger("tcdeploy.programs")
 
 
 @custom_op("top_k")
-def top_k(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
+def top_k(scores: Tensor, k: int, softmax: str, dtype: str, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row, in descending order, in `dtype`, and their columns (int64): [rows, k] each.
 
     scores: [rows, columns], for which routing.is_supported. dtype: a key of routing.DTYPES.
     softmax: over "all" columns of the row or the "selected" ones, in float32; "none": values are scores.
+    weights: [columns, ...] of experts, contiguous. On a GPU with PDL, the beginnings of both halves of the chosen ones
+        are prefetched into the L2 cache.
     routing.py says how equal scores and NaN are ordered.
     """
     if scores.is_cuda:
-        return routing.launch_top_k(routing.adjacent_columns(scores), k, softmax, routing.DTYPES[dtype])
+        return routing.launch_top_k(routing.adjacent_columns(scores), k, softmax, routing.DTYPES[dtype], weights)
     return routing.plain_top_k(scores, k, softmax, routing.DTYPES[dtype])
 
 
 @top_k.register_fake
-def _(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
+def _(scores: Tensor, k: int, softmax: str, dtype: str, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows = scores.shape[0]
     return scores.new_empty(rows, k, dtype=routing.DTYPES[dtype]), scores.new_empty(rows, k, dtype=torch.int64)
 

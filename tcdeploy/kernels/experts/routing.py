@@ -1,7 +1,9 @@
 """Chooses the experts of each token: the largest scores of a row and their softmax, in one launch.
 
 torch.topk is two kernels, and the softmax before it and the normalisation after it are two more. Each of them takes
-longer than reading a row. Here one warp holds a row in registers and takes its maximum `top_k` times.
+longer than reading a row. Here one warp holds a row in registers and takes its maximum `top_k` times. Further warps do
+the same, and each prefetches a share of the chosen experts' weights while memory is idle: a layer of Qwen3 30B-A3B in
+FP8 is 0.6 us faster.
 
 Softmax does not change the order, so columns are chosen by their logits. Chosen probabilities divided by their sum are
 the softmax of the chosen logits, which is what gpt-oss computes.
@@ -23,6 +25,8 @@ TOP_K = Kernel("tcdeploy.kernels.experts.routing_kernel", "_top_k_kernel")
 SOFTMAX_KINDS = ("none", "all", "selected")
 MAX_COLUMNS = 1024  # a thread holds 32 of them
 MAX_TOP_K = 32  # unrolled steps
+# Programs per row, if they prefetch weights, and the bytes of each half of an expert that one of them prefetches.
+PREFETCH_PROGRAMS, PROGRAM_BYTES = 64, 4096
 MIN_KERNEL_SIZE = 32  # of the kernel's tensors: one element for each thread of a warp
 # By name, since ops cannot take a dtype (custom_op.py).
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +42,9 @@ def adjacent_columns(scores: Tensor) -> Tensor:
     return scores if scores.shape[1] == 1 or scores.stride(1) == 1 else scores.contiguous()
 
 
-def launch_top_k(scores: Tensor, top_k: int, softmax: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def launch_top_k(
+    scores: Tensor, top_k: int, softmax: str, dtype: torch.dtype, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`top_k` of ops.py by the kernel."""
     rows, columns = scores.shape
     assert softmax in SOFTMAX_KINDS and is_supported(columns, top_k, scores.dtype)
@@ -47,8 +53,15 @@ def launch_top_k(scores: Tensor, top_k: int, softmax: str, dtype: torch.dtype) -
     indices = scores.new_empty(rows, top_k, dtype=torch.int64)
     use_pdl = supports_pdl(scores.device)
     sizes = [max(next_power_of_2(size), MIN_KERNEL_SIZE) for size in (columns, top_k)]
+    programs, expert_size = 1, 0
+    if weights is not None:
+        assert len(weights) == columns and weights.is_contiguous()
+        expert_size = weights.stride(0)
+        programs = min(PREFETCH_PROGRAMS, expert_size * weights.itemsize // 2 // PROGRAM_BYTES) if use_pdl else 0
+        weights, programs = (weights, programs) if programs else (None, 1)
     TOP_K.launch(
-        (rows,), values, indices, scores, columns, scores.stride(0), top_k, softmax, *sizes, use_pdl,
+        (rows, programs), values, indices, scores, weights, columns, scores.stride(0), expert_size, top_k, softmax,
+        *sizes, use_pdl,
         num_warps=1, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return values, indices

@@ -10,7 +10,7 @@ loads the columns of x in another order. It keeps pairs of neighbouring columns 
 The columns of a step are in one group. The sums of a step are multiplied by the group's scale, so values are exact.
 int4 weights with more than 64 rows of x (32 if the weight is wide, WIDE_N) have too many sums for the registers, so the
 scales multiply the values, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, as
-they do for weights without groups.
+they do for weights without groups. More than 128 rows are divided among programs, each of which converts its codes.
 
 The columns of narrow weights, and of wide int4 ones with up to 16 rows of x, are split among programs, in parts that
 differ by at most a step. A second kernel adds the sums of the parts in a fixed order. They are stored in float32, or in
@@ -34,6 +34,7 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMM = Kernel("tcdeploy.kernels.linear.register_gemm_kernel", "_register_gemm_kernel")
 MAX_STAGES, MIN_SHARED_BYTES = 4, 128 << 10
+MAX_BLOCK_M = 128  # rows of x per program
 
 
 @functools.cache
@@ -50,10 +51,17 @@ def fit_unroll(tile: RegisterGemmTile, k: int) -> int:
     return math.gcd(tile.unroll, k // REGISTER_BLOCK_K)
 
 
-def fit_parts(tile: RegisterGemmTile, n: int, k: int) -> int:
+def fit_parts(tile: RegisterGemmTile, rows: int, n: int, k: int) -> int:
     """The number of parts of the columns of a weight [n, k]."""
     parts = min(tile.splits, k // (REGISTER_BLOCK_K * fit_unroll(tile, k)))
-    return parts if tile.max_programs is None else max(min(parts, tile.max_programs // -(-n // tile.block_n)), 1)
+    if tile.max_programs is None:
+        return parts
+    return max(min(parts, tile.max_programs // math.prod(count_tiles(tile, rows, n))), 1)
+
+
+def count_tiles(tile: RegisterGemmTile, rows: int, n: int) -> tuple[int, int]:
+    """The number of tiles of rows of x, and of rows of the weight."""
+    return -(-rows // MAX_BLOCK_M), -(-n // tile.block_n)
 
 
 def register_gemm(
@@ -61,21 +69,22 @@ def register_gemm(
 ) -> None:
     """out = x [rows, k] @ w [n, k].T + addend; if `gated`, silu of the first half of the columns times the second."""
     assert weight.is_register_operand and (weight.is_interleaved or not tile.scales_values)
-    assert x.stride(0) < 1 << 24, "x.stride(0) must be below 2^24: the kernel's offsets have 32 bits"
     (rows, k), n = x.shape, weight.weight.shape[0]
+    assert rows * x.stride(0) < 1 << 31, "the kernel's offsets in x have 32 bits"
     words = weight.weight.view(torch.int32)
     options: dict[str, int] = {"launch_pdl": True} if supports_pdl(x.device) else {}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
-    n_tiles, unroll, splits = -(-n // tile.block_n), fit_unroll(tile, k), fit_parts(tile, n, k)
+    block_m = min(max(16, next_power_of_2(rows)), MAX_BLOCK_M)
+    unroll, splits = fit_unroll(tile, k), fit_parts(tile, rows, n, k)
     addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
     parts_dtype = x.dtype if tile.scales_values else torch.float32
     parts = x.new_empty(splits, rows, n, dtype=parts_dtype) if splits > 1 else None
     GEMM.launch(
-        (n_tiles, splits),
+        (*count_tiles(tile, rows, n), splits),
         out if parts is None else parts, x, words, weight.row_scale, weight.group_scale,
-        addend if parts is None else None, rows, n, k, splits, words.shape[1], weight.groups, x.stride(0),
-        addend_stride, weight.format, weight.group, weight.row_block, max(16, next_power_of_2(rows)), tile.block_n,
+        addend if parts is None else None, rows, n, k, splits, words.shape[1], weight.groups,
+        x.stride(0), addend_stride, weight.format, weight.group, weight.row_block, block_m, tile.block_n,
         REGISTER_BLOCK_K, gated, parts is not None, tile.scales_values, unroll, supports_pdl(x.device),
         num_warps=tile.num_warps, num_stages=min(tile.num_stages, max_stages(x.device)), **options,
     )  # fmt: skip

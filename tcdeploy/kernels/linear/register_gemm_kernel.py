@@ -79,8 +79,9 @@ def _register_gemm_kernel(
     UNROLL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     PER_WORD: tl.constexpr = 4 if FORMAT == "fp8" else 8
-    row, tile_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    n_tile, part, steps = tl.program_id(0), tl.program_id(1), k // (BLOCK_K * UNROLL)
+    # Programs of the same rows of the weight are neighbours, so that the L2 cache serves all but the first.
+    n_tile, part, steps = tl.program_id(1), tl.program_id(2), k // (BLOCK_K * UNROLL)
+    first_row, row, tile_row = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     first, end = part * steps // splits * (BLOCK_K * UNROLL), (part + 1) * steps // splits * (BLOCK_K * UNROLL)
     if GATED:  # eight gate rows, then their up rows: a thread has the sums of both
         n //= 2
@@ -91,8 +92,8 @@ def _register_gemm_kernel(
     word = tl.arange(0, BLOCK_K // PER_WORD)
     w_ptrs = weight + w_row.to(tl.int64)[:, None] * row_words + word[None, :]
     columns = _fp8_columns(BLOCK_K) if FORMAT == "fp8" else tl.arange(0, BLOCK_K)
-    is_row = (row < rows)[:, None]
-    x_offsets = (row % rows)[:, None] * x_stride + columns[None, :]
+    is_row = (first_row + row < rows)[:, None]
+    x_offsets = ((first_row + row) % rows)[:, None] * x_stride + columns[None, :]
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,14 +111,15 @@ def _register_gemm_kernel(
 
     if row_scale is not None:
         acc *= tl.load(row_scale + w_row).to(tl.float32)[:, None]
+    is_row = (row < rows - first_row)[None, :]
     if IS_SPLIT:  # [splits, rows, n], gate and up in turn if GATED; another kernel adds them
         n_all = n * 2 if GATED else n
         column = n_tile * BLOCK_N + tile_row
         if GATED:
             column = n_tile * BLOCK_N + tile_row // 16 * 16 + tile_row % 8 * 2 + tile_row // 8 % 2
-        mask = (column < n_all)[:, None] & (row < rows)[None, :]
-        part = part.to(tl.int64) * rows + row
-        tl.store(out + part[None, :] * n_all + column[:, None], acc.to(out.dtype.element_ty), mask=mask)
+        mask = (column < n_all)[:, None] & is_row
+        out += (part.to(tl.int64) * rows + first_row) * n_all
+        tl.store(out + row[None, :] * n_all + column[:, None], acc.to(out.dtype.element_ty), mask=mask)
     else:
         if GATED:
             pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
@@ -126,8 +128,9 @@ def _register_gemm_kernel(
             column = n_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         else:
             column = n_tile * BLOCK_N + tile_row
-        mask = (column < n)[:, None] & (row < rows)[None, :]
-        row_64 = row.to(tl.int64)[None, :]
+        mask = (column < n)[:, None] & is_row
         if addend is not None:
-            acc += tl.load(addend + row_64 * addend_stride + column[:, None], mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row_64 * n + column[:, None], acc.to(out.dtype.element_ty), mask=mask)
+            addend_ptrs = addend + first_row.to(tl.int64) * addend_stride + row[None, :] * addend_stride
+            acc += tl.load(addend_ptrs + column[:, None], mask=mask, other=0.0).to(tl.float32)
+        out += first_row.to(tl.int64) * n
+        tl.store(out + row[None, :] * n + column[:, None], acc.to(out.dtype.element_ty), mask=mask)

@@ -141,18 +141,21 @@ def _scheme_gemv_kernel(
 def _scheme_dequantise_kernel(
     out, weight, row_scale, group_scale, zero, n, k, row_bytes, groups,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, SUB: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
+    """`SUB` columns, a power of two that divides GROUP and the block, share a scale."""
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    byte = tl.program_id(1) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
-    mask = (row < n)[:, None] & (byte < row_bytes)[None, :]
-    codes = tl.load(weight + row.to(tl.int64)[:, None] * row_bytes + byte[None, :], mask=mask)
+    COLUMNS: tl.constexpr = BLOCK_BYTES * PER_BYTE
+    row, first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * COLUMNS
+    byte, column = tl.program_id(1) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES), first + tl.arange(0, COLUMNS)
+    sub = first + tl.arange(0, COLUMNS // SUB) * SUB
+    is_row, row_64 = (row < n)[:, None], row.to(tl.int64)[:, None]
+    codes = tl.load(weight + row_64 * row_bytes + byte[None, :], mask=is_row & (byte < row_bytes)[None, :])
     if row_scale is not None:
         factors = tl.load(row_scale + row, mask=row < n).to(tl.float32)[:, None]
     else:
-        factors = tl.full([BLOCK_N, 1], 1.0, tl.float32)
-    offsets = (row // ROW_BLOCK * groups)[:, None] + (byte * PER_BYTE // GROUP)[None, :]
+        factors = tl.full([1, 1], 1.0, tl.float32)
+    offsets, mask = (row // ROW_BLOCK * groups)[:, None] + (sub // GROUP)[None, :], is_row & (sub < k)[None, :]
     if group_scale is not None:
         factors *= _load_scales(group_scale + offsets, mask, FORMAT)
     if PER_BYTE == 2:
@@ -161,18 +164,15 @@ def _scheme_dequantise_kernel(
         else:
             zeros = tl.full([1, 1], _default_zero(FORMAT), tl.float32)
         low, high = _code_floats(codes, FORMAT)
-        values = (tl.join(low, high) - (1.0 + zeros / 128.0)[:, :, None]) * (128.0 * _unit(FORMAT))
-        values *= factors[:, :, None]
-        if INTERLEAVED:  # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `int4_scheme.interleave`
-            values = tl.reshape(values, (BLOCK_N, BLOCK_BYTES // 16, 4, 2, 2, 2))
-            values = tl.permute(values, (0, 1, 4, 5, 2, 3))
-        values = tl.reshape(values, (BLOCK_N, BLOCK_BYTES * 2))
+        values = tl.reshape(tl.join(low, high), (BLOCK_N, COLUMNS // SUB, SUB)) - (1.0 + zeros / 128.0)[:, :, None]
+        factors *= 128.0 * _unit(FORMAT)
     else:
-        values = _byte_values(codes, tl.float32) * factors
-    column = tl.program_id(1) * BLOCK_BYTES * PER_BYTE + tl.arange(0, BLOCK_BYTES * PER_BYTE)
-    out_mask = (row < n)[:, None] & (column < k)[None, :]
-    out_ptrs = out + row.to(tl.int64)[:, None] * k + column[None, :]
-    tl.store(out_ptrs, values.to(out.dtype.element_ty), mask=out_mask)
+        values = tl.reshape(_byte_values(codes, tl.float32), (BLOCK_N, COLUMNS // SUB, SUB))
+    values = (values * factors[:, :, None]).to(out.dtype.element_ty)
+    if INTERLEAVED:  # n, 32 columns, t, column % 2, i // 2, i % 2, with the names of `int4_scheme.interleave`
+        values = tl.permute(tl.reshape(values, (BLOCK_N, COLUMNS // 32, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
+    values = tl.reshape(values, (BLOCK_N, COLUMNS))
+    tl.store(out + row_64 * k + column[None, :], values, mask=is_row & (column < k)[None, :])
 
 
 @ignore_comments

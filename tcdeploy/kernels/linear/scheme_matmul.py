@@ -6,7 +6,7 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 2 to 128 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
+- 2 to 384 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
   with FP8 weights (register_gemm.py): the weight is the first operand of larger tensor-core instructions.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
@@ -24,6 +24,7 @@ kernel of its own, since only `FORMAT` differs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,7 @@ from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
 from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
+    MAX_INTERLEAVED_ROWS,
     MIN_SLICE,
     WIDE_N,
     RegisterGemmTile,
@@ -75,7 +77,8 @@ def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tens
     # Scales of such groups multiply the values, which is exact in nvfp4 only.
     if rows > 1 and weight.group % MIN_SLICE and scheme != fp4_scheme.NVFP4_NAME:
         return False
-    return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
+    is_size = is_supported(rows, n, weight.k, weight.group, weight.per_byte, weight.is_interleaved)
+    return is_whole and is_contiguous and is_size
 
 
 def is_norm_fusable(scheme: str, tensors: Sequence[Tensor]) -> bool:
@@ -171,10 +174,12 @@ def dequantised(scheme: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> T
     weight = operands(scheme, tensors)
     n, row_bytes = weight.weight.shape
     out = torch.empty(n, weight.k, dtype=dtype, device=weight.weight.device)
+    columns_per_scale = math.gcd(DEQUANTISE_BYTES * weight.per_byte, weight.group)
     DEQUANTISE.launch(
         (-(-n // DEQUANTISE_ROWS), -(-row_bytes // DEQUANTISE_BYTES)),
         out, weight.weight, weight.row_scale, weight.group_scale, weight.zero, n, weight.k, row_bytes, weight.groups,
-        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, weight.is_interleaved,
+        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, columns_per_scale,
+        weight.is_interleaved,
         num_warps=DEQUANTISE_WARPS,
     )  # fmt: skip
     return out
@@ -231,7 +236,7 @@ for _scheme in FORMATS:
         SchemeKernel(
             "cuda",
             functools.partial(matmul, _scheme),
-            max_rows=MAX_GEMM_ROWS,
+            max_rows=MAX_INTERLEAVED_ROWS if _scheme in INTERLEAVED_NAMES else MAX_GEMM_ROWS,
             accepts=functools.partial(accepts, _scheme),
         ),
         SchemeKernel(

@@ -4,7 +4,8 @@ The heuristics choose the tiles that scripts/bench-scheme-linear found fastest o
 and 1, 4, 8, 16, 32, 64 and 128 rows. With mxfp4 weights, the four products of a layer take at most 11% longer than with
 the fastest tile of each, with interleaved int4 weights at most 3%, and with FP8 weights in blocks at most 4% with up to
 32 rows, and 10% with 64. Tiles of more than 64 rows were not compared with 8-bit weights. The tiles of interleaved int4
-and FP8 weights were timed with the operations that decode steps fuse.
+and FP8 weights were timed with the operations that decode steps fuse. Those of 128 rows are also used for 129 to 384
+rows, where other tiles were slower.
 
 Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
 faster for 4-bit weights with many columns, and slower for all others.
@@ -56,7 +57,7 @@ class SchemeGemmTile(NamedTuple):
 
 
 class RegisterGemmTile(NamedTuple):
-    """The shape of one program, which multiplies all rows of x by block_n rows of an int4 or FP8 weight."""
+    """The shape of one program, which multiplies up to 128 rows of x by block_n rows of an int4 or FP8 weight."""
 
     name: str
     block_n: int
@@ -108,16 +109,18 @@ F64_S4, F128_S8, F128U2, F128_V, F128_V_S8, F128, F128_S4 = range(len(REGISTER_G
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
 MANY_COLUMNS = 8192  # of a narrow weight whose columns are split further
 MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # of x, for narrow and wide weights; with more, scales multiply values
-MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
+MAX_GEMM_ROWS = 128  # with more, a dense copy and cuBLAS are faster
+MAX_INTERLEAVED_ROWS = 384  # the four products of 384 rows take 366 us, with a dense copy 392; of 512 rows 452 and 435
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
 MAX_8_BIT_SKINNY_ROWS = 8  # of x, if the register GEMM takes the weight
 
 
-def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
+def is_supported(rows: int, n: int, k: int, group: int, per_byte: int, is_interleaved: bool = False) -> bool:
     """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte."""
     is_group = group >= MIN_GROUP and (group % (16 * per_byte) == 0 or group == MIN_GROUP)
-    return 1 <= rows <= MAX_GEMM_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
+    max_rows = MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
+    return 1 <= rows <= max_rows and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
 def gemv_tile(n: int, per_byte: int, in_registers: bool) -> SchemeGemvTile:
@@ -169,7 +172,7 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
 
 
 def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
-    """A tile for 2 to 128 rows of x and int4 weights.
+    """A tile for 2 to 384 rows of x and int4 weights.
 
     Narrow weights have too few tiles, so their columns are split among programs. With up to 16 rows, wide weights are
     split too: `gate+up` took about the same time with and without.

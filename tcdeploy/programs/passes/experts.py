@@ -1,6 +1,7 @@
 """FX passes: fuse the operations around the products of experts into them, for the few pairs that the GEMV multiplies.
 
 - `fuse_expert_swiglu`: silu(gate) * up becomes the epilogue of the first product, which saves a kernel per layer.
+- `prefetch_experts`: the kernel that chooses the experts prefetches a part of their weights.
 - `fuse_expert_sum`: the weighted sum over the experts of a token, and the residual, become the epilogue of the second
   product, which saves another.
 
@@ -51,6 +52,22 @@ def fuse_expert_swiglu(graph: Graph) -> None:
                 node.replace_all_uses_with(gated)
                 erase_if_unused(graph, node)
                 break
+
+
+def prefetch_experts(graph: Graph) -> None:
+    """Let `top_k` prefetch the weights of the product with the experts that it chooses, if it is gated.
+
+    A program of that product begins with the rows of both halves that `top_k` has prefetched.
+    """
+    for node in graph.find_nodes(op="call_function", target=tcdeploy_ops.gated_expert_linear.default):
+        ids: Any = node.args[1]
+        weight: Any = node.args[2][0]  # type: ignore[index]
+        top_k: Any = ids.args[0] if target_of(ids) is operator.getitem else None
+        if target_of(top_k) is not tcdeploy_ops.top_k.default or len(top_k.args) != 4:
+            continue
+        value = weight.meta["val"]
+        if weight.op == "placeholder" and is_weight(weight) and value.is_contiguous():
+            top_k.args = (*top_k.args, weight)
 
 
 def _match_halves(gate: Any, up: Any) -> Node | None:

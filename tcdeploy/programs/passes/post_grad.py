@@ -23,7 +23,7 @@ from torch.fx import Graph
 
 from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.programs.passes.cse import eliminate_common_subexpressions
-from tcdeploy.programs.passes.experts import fuse_expert_sum, fuse_expert_swiglu
+from tcdeploy.programs.passes.experts import fuse_expert_sum, fuse_expert_swiglu, prefetch_experts
 from tcdeploy.programs.passes.fp8_inputs import quantise_inputs
 from tcdeploy.programs.passes.gemv import materialize_mlp_input, sink_slices
 from tcdeploy.programs.passes.last_token_rows import hoist_row_selection
@@ -40,9 +40,9 @@ from tcdeploy.torch_compat.inductor.custom_graph_pass import CustomGraphPass
 
 HASHED_FOLDERS = ("kernels/attention", "kernels/experts", "kernels/linear", "kernels/state", "programs/passes")
 HASHED_FILES = (
-    "kernels/custom_op.py", "torch_compat/inductor/graph_cache_keys.py", "torch_compat/dynamo/eager_input_vals.py",
-    "torch_compat/torch_flash.py", "torch_compat/inductor/pdl.py", "torch_compat/triton/kernel.py",
-    "programs/roles.py",
+    "kernels/custom_op.py", "kernels/l2_prefetch.py", "torch_compat/inductor/graph_cache_keys.py",
+    "torch_compat/dynamo/eager_input_vals.py", "torch_compat/torch_flash.py", "torch_compat/inductor/pdl.py",
+    "torch_compat/triton/kernel.py", "programs/roles.py",
 )  # fmt: skip
 
 
@@ -72,6 +72,7 @@ class PostGradPass(CustomGraphPass):
             replace_scheme_linears(graph)
             if self.fused_epilogues:
                 fuse_expert_swiglu(graph)
+                prefetch_experts(graph)
                 fuse_expert_sum(graph)
             fuse_residual_add(graph)
             if self.fused_epilogues:

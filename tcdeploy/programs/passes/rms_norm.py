@@ -72,7 +72,16 @@ def _takes_norm(node: Node) -> bool:
 
 
 def _match_rms_norm(row: Node) -> RMSNormMatch | None:
-    """The RMSNorm that computes `row`, else None."""
+    """The RMSNorm of all of a contiguous tensor that computes `row`, [1, size], else None."""
+    norm = match_norm(row)
+    if norm is None:
+        return None
+    value, size = norm.x.meta["val"], row.meta["val"].shape[1]
+    return norm if value.shape[-1] == value.numel() == size and value.is_contiguous() else None
+
+
+def match_norm(row: Node) -> RMSNormMatch | None:
+    """The RMSNorm over the last dimension of some x that computes `row`, else None. x may have another shape."""
     rsqrts = [factor for factor in _factors(row, None) if target_of(factor) is aten.rsqrt.default]
     if len(rsqrts) != 1:
         return None
@@ -91,10 +100,10 @@ def _match_rms_norm(row: Node) -> RMSNormMatch | None:
     weights = [factor for factor in rest if factor is not x]
     if len(rest) != 2 or len(weights) != 1 or not is_weight(weights[0]):
         return None
-    value, size = x.meta["val"], row.meta["val"].shape[1]
-    is_whole = value.shape[-1] == size and value.is_contiguous() and value.dtype == row.meta["val"].dtype
-    weight = weights[0].meta["val"]
-    if not is_whole or value.numel() != size or weight.numel() != size or not weight.is_contiguous():
+    size, weight = row.meta["val"].shape[-1], weights[0].meta["val"]
+    if x.meta["val"].shape[-1] != size or x.meta["val"].dtype != row.meta["val"].dtype:
+        return None
+    if weight.numel() != size or weight.shape[-1:] != (size,) or not weight.is_contiguous():
         return None
     return RMSNormMatch(x, rsqrt, float(mean_plus_eps.args[1]), weights[0])
 

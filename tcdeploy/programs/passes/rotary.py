@@ -1,7 +1,8 @@
-"""FX pass: fuse RoPE into decode attention.
+"""FX pass: fuse RoPE into decode attention, with the RMSNorms of heads before it.
 
 The decode kernel loads q and k anyway; rotating them there saves a launch that attention would wait for, which matters
-at small batches. Matches rotate-half RoPE, as in Llama, of a linear layer's output.
+at small batches. Matches rotate-half RoPE of a linear layer's output, as in Llama, or at batch 1 of its heads after an
+RMSNorm, as in Qwen3. Norms in larger batches have not been timed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.kernels.attention.ops  # noqa: F401 - registers the op
-from tcdeploy.programs.passes.nodes import erase_if_unused, insert_call, strip_aliases, target_of
+from tcdeploy.programs.passes.nodes import erase_if_unused, insert_call, is_one, strip_aliases, target_of
+from tcdeploy.programs.passes.rms_norm import RMSNormMatch, match_norm
 from tcdeploy.torch_compat.dynamo import eager_input_vals
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
@@ -22,12 +24,16 @@ LAYOUT_VIEWS = {aten.select.int, aten.permute.default}
 
 
 class RotaryMatch(NamedTuple):
-    """x * cos + rotate_half(x) * sin under `views`, outermost first; cos and sin are [1, tokens, head_dim]."""
+    """x * cos + rotate_half(x) * sin under `views`, outermost first; cos and sin are [1, tokens, head_dim].
+
+    With `norm`, x is the input of an RMSNorm of each head, and the last of the views are of its output.
+    """
 
     x: Node
     cos: Node
     sin: Node
     views: tuple[Node, ...]
+    norm: RMSNormMatch | None
 
 
 def fuse_rope_into_attention(graph: Graph) -> None:
@@ -41,14 +47,25 @@ def fuse_rope_into_attention(graph: Graph) -> None:
         if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):
             continue
         rotated, shape = [node.kwargs["q"], node.kwargs["k"]], list(q.cos.meta["val"].shape[1:])
+        if not _same_norms(q.norm, k.norm) or not (q.norm is None or is_one(shape[0])):
+            continue
         if any(list(arg.meta["val"].shape[::2]) != shape for arg in rotated) or not _same_layout(q.cos, q.sin):
             continue
         with graph.inserting_before(node):
             cos, sin = (insert_call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
-            inputs = {"q": _apply_views(graph, q), "k": _apply_views(graph, k), "cos": cos, "sin": sin}
+            inputs: dict[str, Any] = {"q": _apply_views(graph, q), "k": _apply_views(graph, k), "cos": cos, "sin": sin}
+            if q.norm is not None and k.norm is not None:
+                for name, norm in (("q_norm", q.norm), ("k_norm", k.norm)):
+                    inputs[name] = insert_call(graph, aten.reshape.default, norm.weight, [q.x.meta["val"].shape[-1]])
+                inputs["norm_eps"] = q.norm.eps
         eager_input_vals.replace_inputs(node, inputs)
         for arg in rotated:
             erase_if_unused(graph, arg)
+
+
+def _same_norms(q: RMSNormMatch | None, k: RMSNormMatch | None) -> bool:
+    """Whether the kernel can apply both: there are two or none, and their eps are equal."""
+    return q is k is None or (q is not None and k is not None and q.eps == k.eps)
 
 
 def _same_layout(cos: Node, sin: Node) -> bool:
@@ -78,11 +95,26 @@ def _match_rotary(node: Any) -> RotaryMatch | None:
     x, cos = cos_term.args
     rotated, sin = sin_term.args
     factors = [_strip_unsqueeze(cos), _strip_unsqueeze(sin)]
-    if None in factors or not _is_rotate_half(rotated, x) or target_of(strip_aliases(x)) not in MM_OPS:
+    if None in factors or not _is_rotate_half(rotated, x) or node.meta["val"].shape != x.meta["val"].shape:
         return None
-    if node.meta["val"].shape != x.meta["val"].shape:
+    norm = None
+    if target_of(strip_aliases(x)) not in MM_OPS:
+        while target_of(x) in LAYOUT_VIEWS:
+            views.append(x)
+            x = x.args[0]
+        norm = _match_head_norm(x)
+        if norm is None:
+            return None
+        x = norm.x
+    return RotaryMatch(x, factors[0], factors[1], tuple(views), norm)
+
+
+def _match_head_norm(heads: Any) -> RMSNormMatch | None:
+    """The RMSNorm over the last dimension that computes `heads` from heads of a product, else None."""
+    norm = match_norm(heads) if isinstance(heads, Node) else None
+    if norm is None or norm.x.meta["val"].shape != heads.meta["val"].shape:
         return None
-    return RotaryMatch(x, factors[0], factors[1], tuple(views))
+    return norm if target_of(strip_aliases(norm.x)) in MM_OPS else None
 
 
 def _strip_unsqueeze(node: Any) -> Any:

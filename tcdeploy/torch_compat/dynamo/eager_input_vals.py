@@ -6,7 +6,10 @@ not from the input nodes, so a pass that replaces inputs (programs/passes/rotary
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from tcdeploy.torch_compat.internal import find, find_code, internal, mentions
 
@@ -21,10 +24,10 @@ def supported() -> bool:
     )
 
 
-def replace_inputs(node: Node, inputs: dict[str, Node]) -> None:
-    """Replace keyword inputs of `node`, whose new nodes must have meta["val"]."""
+def replace_inputs(node: Node, inputs: dict[str, Any]) -> None:
+    """Replace keyword inputs of `node` by nodes, which must have meta["val"], or constants."""
     node.kwargs = {**node.kwargs, **inputs}
     traced = node.meta.get(KEY)
     if traced is not None:
-        values = {name: source.meta["val"] for name, source in inputs.items()}
+        values = {name: map_arg(source, lambda arg: arg.meta["val"]) for name, source in inputs.items()}
         node.meta[KEY] = (traced[0], {**traced[1], **values})

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-from tcdeploy.kernels.attention import decode, ops, reference
+from tcdeploy.kernels.attention import decode, decode_kernel, ops, reference
+from tcdeploy.kernels.attention.metadata import HeadNorms
 from tests.kernels.attention.paged import (
     CASES,
     TOLERANCE,
@@ -30,8 +32,10 @@ from tests.triton_tools import (
     HOPPER_SHARED_BYTES,
     compile_for_hopper,
     record_launches,
+    record_prefetches,
     shared_memory_on_hopper,
     specialization_key,
+    triton_interpreter,
 )
 
 
@@ -202,6 +206,36 @@ def test_rope_in_the_kernel_equals_rope_before_it(case, splits, device):
         assert_close(cache.cpu(), expected_cache, equal_nan=True, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("lengths", [[40, 0, 150], [300]], ids=["", "one sequence"])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(group=3),
+        Case(head_dim=80, group=2, window=50),
+        Case(head_dim=128, group=8, kv_heads=1, dtype=torch.bfloat16),
+    ],
+    ids=["", "heads of 80", "bfloat16"],
+)
+def test_norms_of_heads_in_the_kernel_equal_norms_before_it(case, splits, lengths, device):
+    """Small heads, of which eps is a part."""
+    step = make_step(case, lengths, device)
+    step = step._replace(q=step.q / 30, k=step.k / 20)
+    angles = torch.randn(len(lengths), case.head_dim // 2).repeat(1, 2) * 3
+    cos, sin = (x.to(device, case.dtype) for x in (angles.cos(), angles.sin()))
+    norms = HeadNorms(*(torch.randn(case.head_dim).to(device, case.dtype) for _ in range(2)), eps=1e-3)
+    normed = (reference.normalise_heads(x, w, norms.eps) for x, w in ((step.q, norms.q), (step.k, norms.k)))
+    q, k = (reference.apply_rotary(x, cos, sin).to(case.dtype) for x in normed)
+    expected_out, *expected_caches = step._replace(q=q, k=k).expected()
+    out = decode.paged_decode(
+        step.q, step.k, step.v, *step.sequences, step.split_counters, *step.options, splits, cos, sin, norms=norms
+    )
+    assert_agrees(out, expected_out)
+    for cache, expected_cache in zip(step.sequences[:2], expected_caches, strict=True):
+        tolerance = TOLERANCE[case.dtype]
+        assert_close(cache.cpu(), expected_cache, equal_nan=True, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("splits", [1, 8])
 def test_a_captured_decode_replays_with_other_lengths(splits, device):
@@ -254,6 +288,31 @@ def test_opcheck_passes_and_so_the_declared_mutations_are_complete(splits, devic
     torch.library.opcheck(ops.decode_attention.overload, step.arguments(splits), test_utils=checks)
     factors = torch.randn(2, 2, 128, dtype=torch.bfloat16).to(device).unbind()
     torch.library.opcheck(ops.decode_attention.overload, (*step.arguments(splits), *factors), test_utils=checks)
+
+
+@pytest.mark.parametrize("block_size", [16, 256], ids=["blocks smaller than a tile", "larger"])
+@pytest.mark.parametrize("window", [0, 100], ids=["", "window"])
+def test_the_first_tiles_of_all_splits_are_prefetched_and_no_other_memory(window, block_size, monkeypatch):
+    """With three splits and tiles of 128 keys. All that is prefetched is in the caches or an operand."""
+    case = Case(head_dim=128, group=2, kv_heads=1, block_size=block_size, window=window, dtype=torch.bfloat16)
+    step = make_step(case, [310], "cpu")
+    step.sequences.block_table[0, -(-310 // block_size) :] = 10**6
+    factors = [torch.ones(1, 128, dtype=case.dtype) for _ in range(2)]
+    norms = HeadNorms(torch.ones(128), torch.ones(128), 1e-6)
+    with triton_interpreter(monkeypatch):
+        prefetched = record_prefetches(monkeypatch, decode.KERNEL, decode_kernel, decode)
+        decode.paged_decode(
+            step.q, step.k, step.v, *step.sequences, step.split_counters, *step.options, 3, *factors, norms=norms
+        )
+    addresses = set(np.concatenate([batch.ravel() for batch in prefetched]).tolist())
+    first = 128 if window else 0  # of the tiles that overlap the window
+    for cache in step.sequences[:2]:
+        slots = step.sequences.slots(0, first, 309).tolist()
+        assert {cache.data_ptr() + slot * 256 + byte for slot in slots for byte in (0, 255)} <= addresses
+    operands = (*step.sequences[:2], *factors, norms.q, norms.k)
+    inside = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in operands]
+    assert all(any(address in memory for memory in inside) for address in addresses)
+    assert all(x.data_ptr() in addresses for x in operands[2:])
 
 
 # No kernel runs below.
@@ -314,7 +373,9 @@ def test_another_batch_window_or_number_of_splits_does_not_recompile(monkeypatch
         for window in (0, 1001, 64):
             launch(Case(head_dim=128, group=4, window=window, dtype=torch.bfloat16), batch, splits)
     assert len(launches) == 15
-    assert len({specialization_key(recorded) for recorded in launches}) == 2, "one with a window, one without"
+    keys = [specialization_key(recorded) for recorded in launches]
+    assert len(set(keys)) == 4, "one with a window and one without, for one sequence and for more"
+    assert len(set(keys[3:])) == 2
     launches.clear()
     for batch, splits in ((1, 16), (64, 4), (65, 8), (100, 4)):
         launch(Case(head_dim=128, group=4, kv_heads=2, dtype=torch.bfloat16), batch, splits)

@@ -259,4 +259,5 @@ def test_another_batch_window_or_address_of_the_scales_does_not_recompile(monkey
     for batch, splits, offset, window in ((1, 16, 0, 64), (2, 8, 1, 64), (3, 5, 3, 1001)):
         launch_all(replace(case, window=window), batch, splits, offset)
     assert len(launches) == 9
-    assert len({specialization_key(launch) for launch in launches}) == 3
+    keys = {specialization_key(launch) for launch in launches}
+    assert len(keys) == 4, "decode of one sequence has larger tiles"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcdeploy.kernels.experts import routing
+from tcdeploy.kernels.experts import routing, routing_kernel
 from tcdeploy.kernels.experts.ops import top_k
 from tcdeploy.kernels.experts.routing import SOFTMAX_KINDS, is_supported, launch_top_k, plain_top_k
 from tests.kernels.linear.matmul_cases import assert_reads_only
-from tests.triton_tools import compile_for_hopper, record_launches, spilled_bytes, triton_interpreter
+from tests.triton_tools import compile_for_hopper, record_launches, record_prefetches, spilled_bytes, triton_interpreter
 
 SHAPES = {
     "qwen3": (128, 8),
@@ -25,6 +26,7 @@ SHAPES = {
     "all": (5, 5),
 }
 NAN, INF = float("nan"), float("inf")
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 each_softmax = pytest.mark.parametrize("softmax", SOFTMAX_KINDS)
 
 
@@ -59,12 +61,22 @@ def test_the_kernel_has_the_experts_and_weights_of_the_routers(shape: str, softm
                 assert_close(values, expected_values.bfloat16(), rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@each_dtype
 def test_scores_may_be_strided_and_of_any_dtype(dtype: torch.dtype, device: str) -> None:
     scores = distinct_scores(4, 64, dtype).to(device)
     sliced = torch.cat([scores * 3, scores, scores], 1)[:, 64:128]
     values, indices = launch_top_k(sliced, 3, "none", dtype)
     expected_values, expected_indices = scores.topk(3)
+    assert torch.equal(values, expected_values) and torch.equal(indices, expected_indices)
+
+
+@each_dtype
+def test_neighbouring_numbers_are_not_equal(dtype: torch.dtype, device: str) -> None:
+    ones = torch.ones(64, dtype=dtype).view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    scores = (ones + torch.randperm(64)).to(ones.dtype).view(dtype)
+    scores = torch.stack([scores, -scores]).to(device)
+    values, indices = launch_top_k(scores, 8, "none", dtype)
+    expected_values, expected_indices = scores.topk(8)
     assert torch.equal(values, expected_values) and torch.equal(indices, expected_indices)
 
 
@@ -75,25 +87,28 @@ def test_a_single_column_may_have_any_stride(device: str) -> None:
     assert torch.equal(values, scores) and not indices.any()
 
 
-def test_equal_scores_are_in_the_order_of_their_columns(device: str) -> None:
-    scores = torch.tensor([[1.0, 2, 1, 2, 0, 1], [0.0, -0.0, 0, -0.0, 0, -1], [-INF] * 6], device=device)
+@each_dtype
+def test_equal_scores_are_in_the_order_of_their_columns(dtype: torch.dtype, device: str) -> None:
+    rows = [[1.0, 2, 1, 2, 0, 1], [0.0, -0.0, 0, -0.0, 0, -1], [-INF] * 6, [-1, -2, -1, -2, -3, -1]]
     for function in (launch_top_k, plain_top_k):
-        _, indices = function(scores, 4, "none", torch.float32)
-        assert indices.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+        values, indices = function(torch.tensor(rows, dtype=dtype, device=device), 4, "none", torch.float32)
+        assert indices.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 5, 1]]
+        assert values[3].tolist() == [-1, -1, -1, -2]
 
 
 @each_softmax
-def test_nan_is_largest_and_columns_stay_distinct(softmax: str, device: str) -> None:
+@each_dtype
+def test_nan_is_largest_and_columns_stay_distinct(dtype: torch.dtype, softmax: str, device: str) -> None:
     """All probabilities of rows with NaN or infinity are NaN, as in torch. Ids are still distinct and in range."""
     negative_nan = torch.tensor([-1], dtype=torch.int32).view(torch.float32).item()
     scores = torch.tensor(
-        [[1, NAN, 3, -INF], [negative_nan, NAN, NAN, NAN], [INF, 0, INF, 1], [-INF] * 4], device=device
+        [[1, NAN, 3, -INF], [negative_nan, NAN, NAN, NAN], [INF, 0, INF, 1], [-INF] * 4], dtype=dtype, device=device
     )
     for function in (launch_top_k, plain_top_k):
         values, indices = function(scores, 3, softmax, torch.float32)
         assert indices.tolist() == [[1, 2, 0], [0, 1, 2], [0, 2, 3], [0, 1, 2]]
         if softmax == "none":
-            assert_close(values, scores.gather(1, indices), equal_nan=True, rtol=0, atol=0)
+            assert_close(values, scores.gather(1, indices).float(), equal_nan=True, rtol=0, atol=0)
         else:
             assert values.isnan().all()
 
@@ -112,9 +127,34 @@ def test_the_kernel_reads_only_its_scores(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(loads) == 120
 
 
+def test_the_beginnings_of_both_halves_of_the_chosen_experts_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, weights = distinct_scores(2, 16), torch.zeros(16, 64, 256, dtype=torch.bfloat16)
+    monkeypatch.setattr(routing, "PREFETCH_PROGRAMS", 3)
+    with triton_interpreter(monkeypatch):
+        prefetched = record_prefetches(monkeypatch, routing.TOP_K, routing_kernel, routing)
+        values, indices = launch_top_k(scores, 4, "all", torch.float32, weights)
+    for actual, expected in zip((values, indices), plain_top_k(scores, 4, "all", torch.float32), strict=True):
+        assert_close(actual, expected)
+    addresses = set(np.concatenate([batch.ravel() for batch in prefetched]).tolist())
+    halves = [weights.data_ptr() + weights[0].nbytes * int(i) + j for i in indices.ravel() for j in (0, 64 * 256)]
+    assert addresses == {byte for half in halves for byte in range(half, half + 3 * 4096)}
+
+
+def test_small_experts_are_prefetched_to_their_ends_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "supports_pdl", lambda _: True)
+    launches = record_launches(monkeypatch)
+    for n in (16, 40, 5000):
+        launch_top_k(distinct_scores(1, 16), 4, "all", torch.float32, torch.zeros(16, n, 256, dtype=torch.bfloat16))
+    assert [launch.args[3] is not None for launch in launches] == [True, True, True]
+    launches.clear()
+    launch_top_k(distinct_scores(1, 16), 4, "all", torch.float32, torch.zeros(16, 15, 256, dtype=torch.bfloat16))
+    assert launches[0].args[3] is None
+
+
 @each_softmax
 def test_opcheck_passes(softmax: str) -> None:
     torch.library.opcheck(top_k.overload, (distinct_scores(3, 16), 4, softmax, "bfloat16"))
+    torch.library.opcheck(top_k.overload, (distinct_scores(3, 16), 4, softmax, "bfloat16", torch.zeros(16, 8, 8)))
 
 
 def test_rows_that_the_kernel_takes() -> None:
@@ -145,13 +185,15 @@ def test_the_kernel_is_one_warp_that_waits_before_it_loads(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32, 2048])
-def test_graph_replays_of_random_logits_equal_torch(rows: int) -> None:
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_graph_replays_of_random_logits_equal_torch(prefetches: bool, rows: int) -> None:
     logits = torch.randn(rows, 128, device="cuda")
+    weights = torch.zeros(128, 64, 2048, dtype=torch.bfloat16, device="cuda") if prefetches else None
     graph = torch.cuda.CUDAGraph()
-    top_k(logits, 8, "selected", "float32")
+    top_k(logits, 8, "selected", "float32", weights)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        values, indices = top_k(logits, 8, "selected", "float32")
+        values, indices = top_k(logits, 8, "selected", "float32", weights)
     for seed in range(3):
         torch.manual_seed(seed)
         logits.copy_(torch.randn(rows, 128))

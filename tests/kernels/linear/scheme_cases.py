@@ -129,7 +129,7 @@ def product_of_rounded_parts(
         return (tensor.float().view(torch.int32) & ~0xFFFF).view(torch.float32).double()
 
     n, k = values.shape
-    parts, size = fit_parts(tile, n, k), REGISTER_BLOCK_K * fit_unroll(tile, k)
+    parts, size = fit_parts(tile, len(x), n, k), REGISTER_BLOCK_K * fit_unroll(tile, k)
     bounds = [part * (k // size) // parts * size for part in range(parts + 1)]
     inputs, weight = x.double(), rounded(values)
     y = torch.zeros(len(x), n, dtype=torch.float64, device=x.device)
@@ -161,7 +161,7 @@ def assert_product_agrees(
         return
     # Triton's interpreter truncates to bfloat16, so that errors add up.
     limit = 0.012
-    if isinstance(chosen, RegisterGemmTile) and fit_parts(chosen, *rounded.shape) > 1:  # whose sums are rounded too
+    if isinstance(chosen, RegisterGemmTile) and fit_parts(chosen, len(x), *rounded.shape) > 1:  # sums are rounded too
         of_copy = product_of_rounded_parts(x, values, chosen, **extras) - precise
         limit = 1.2 * float(of_copy.float().norm() / precise.float().norm())
     elif y.is_cuda:

@@ -12,9 +12,16 @@ from torch.testing import assert_close
 
 from tcdeploy.kernels.linear import scheme_matmul
 from tcdeploy.kernels.linear.int4_scheme import interleave
-from tcdeploy.kernels.linear.scheme_matmul import dequantised, dequantised_matmul, fused_scheme_linear, matmul
+from tcdeploy.kernels.linear.scheme_matmul import (
+    dequantised,
+    dequantised_matmul,
+    fused_scheme_linear,
+    is_fusable,
+    matmul,
+)
 from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
+    MAX_INTERLEAVED_ROWS,
     N8_B1024,
     N8_B2048,
     SCHEME_GEMV_TILES,
@@ -150,9 +157,17 @@ def test_on_a_cpu_the_op_agrees(case: str, form: str) -> None:
 
 
 def test_only_kernels_that_know_the_order_are_chosen() -> None:
-    for rows in range(1, 129):
+    for rows in range(1, MAX_INTERLEAVED_ROWS + 1):
         for n, k in ((2048, 2048), (4096, 4096), (28672, 4096), (4096, 14336)):
             assert isinstance(choose_tile(rows, n, k, 2, True), SchemeGemvTile | RegisterGemmTile)
+
+
+@pytest.mark.parametrize(("rows", "scheme", "is_taken"), [
+    (384, "int4_bfloat16_interleaved", True), (385, "int4_bfloat16_interleaved", False), (129, "int4_bfloat16", False),
+])  # fmt: skip
+def test_how_many_rows_the_kernels_take(rows: int, scheme: str, is_taken: bool) -> None:
+    tensors = weight_tensors(CASE, 64, K)
+    assert is_fusable(scheme, rows, torch.bfloat16, tensors) == is_taken
 
 
 # Mistakes that the tolerance must not hide
@@ -205,6 +220,7 @@ def test_the_dense_weight_is_written_in_wide_stores(monkeypatch: pytest.MonkeyPa
     compiled = compile_for_hopper(launches[0], runs_ptxas=False)
     stores = re.findall(r"st\.global\S*", compiled.asm["ptx"])
     assert stores and all(store.endswith((".v4.b32", ".v2.b32")) for store in stores), set(stores)
+    assert len(re.findall(r"ld\.global", compiled.asm["ptx"])) == 2, "a thread loads its codes and their scale"
     assert spilled_bytes(compiled.asm["ptx"], tmp_path) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,16 @@ from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
 from tcdeploy.kernels.linear import register_gemm, register_gemm_kernel
+from tcdeploy.kernels.linear.register_gemm import MAX_BLOCK_M, count_tiles, fit_parts
 from tcdeploy.kernels.linear.scheme_codes import _fragment_values, _plain_fragment
 from tcdeploy.kernels.linear.scheme_matmul import matmul
 from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
-    MAX_GEMM_ROWS,
+    F128_V,
+    F128_V_S8,
+    MAX_INTERLEAVED_ROWS,
     REGISTER_GEMM_TILES,
+    WIDE_N,
     RegisterGemmTile,
     choose_tile,
     register_gemm_tile,
@@ -42,6 +47,7 @@ from tests.triton_tools import (
     compile_for_hopper,
     device,
     record_launches,
+    specialization_key,
     spilled_bytes,
     triton_interpreter,
 )
@@ -92,6 +98,40 @@ def test_each_form_agrees_and_writes_only_its_rows(
     y = run(case, x, tensors, extras, tile=tile)
     assert_product_agrees(case, y, x, tensors, extras, tile)
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@pytest.mark.parametrize("form", ["plain", "added", "gated"])
+@pytest.mark.parametrize("n", [160, WIDE_N])
+@pytest.mark.parametrize("rows", [129, 300])
+def test_more_rows_than_a_program_multiplies(
+    rows: int, n: int, form: str, device: str, poisoned_outputs: list[Tensor]
+) -> None:
+    """With one and with several parts of the columns. Rows of another program exceed the tolerance."""
+    x, tensors, extras = product(CASE, rows, form, device=device, n=n, k=256)
+    y = run(CASE, x, tensors, extras)
+    assert_product_agrees(CASE, y, x, tensors, extras)
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+    with pytest.raises(AssertionError):
+        assert_product_agrees(CASE, y.roll(MAX_BLOCK_M, 0), x, tensors, extras)
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "parts"), [
+    (128, 6144, 4096, 5), (256, 6144, 4096, 2), (384, 6144, 4096, 1), (129, 4096, 4096, 4), (256, 4096, 14336, 4),
+    (384, 4096, 14336, 2), (384, 28672, 4096, 1),
+])  # fmt: skip
+def test_the_programs_of_many_rows_fit_the_gpu_at_once(rows: int, n: int, k: int, parts: int) -> None:
+    """Unless the tiles alone are more programs."""
+    tile = register_gemm_tile(rows, n, k)
+    assert fit_parts(tile, rows, n, k) == parts
+    assert tile.scales_values and (parts == 1 or parts * math.prod(count_tiles(tile, rows, n)) <= 2 * 132)
+
+
+def test_all_numbers_of_many_rows_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    for rows in (100, 128, 129, 256, 384):
+        x, tensors, extras = product(CASE, rows, "gated", n=WIDE_N, k=256)
+        run(CASE, x, tensors, extras)
+    assert len({specialization_key(launch) for launch in launches}) == 1 < len(launches)
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
@@ -195,7 +235,7 @@ def test_which_8_bit_weights_the_register_gemm_takes(scheme: str, k: int, is_reg
 
 def test_scales_multiply_the_values_only_where_the_sums_are_too_many() -> None:
     for n, k in SHAPES:
-        rows = [rows for rows in range(2, MAX_GEMM_ROWS + 1) if not register_gemm_tile(rows, n, k).scales_values]
+        rows = [rows for rows in range(2, MAX_INTERLEAVED_ROWS + 1) if not register_gemm_tile(rows, n, k).scales_values]
         assert rows == [*range(2, (32 if n == 28672 else 64) + 1)]
 
 
@@ -219,7 +259,20 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
     assert sizes == ({"0x10"} if case == CASE else {"0x10", "0x4"})
     assert "stmatrix" not in ptx[: ptx.rindex("wgmma.mma_async")], "no operand is written back to shared memory"
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
-    assert spilled_bytes(ptx, tmp_path) <= (MAX_SPILLED_BYTES if tile.max_registers else 0)
+    assert spilled_bytes(ptx, tmp_path) <= (MAX_SPILLED_BYTES if tile.max_registers and case != CASE else 0)
+
+
+@pytest.mark.parametrize("tile", [F128_V, F128_V_S8], ids=lambda tile: REGISTER_GEMM_TILES[tile].name)
+def test_products_of_many_rows_leave_nothing_on_the_stack(
+    tile: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise each step reads a pointer back, before it can load the scales."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(register_gemm, "supports_pdl", lambda _: True)
+    launches = record_launches(monkeypatch)
+    x, tensors, extras = product(CASE, 256, "plain", n=512, k=4096)
+    run(CASE, x, tensors, extras, tile=REGISTER_GEMM_TILES[tile])
+    assert spilled_bytes(compile_for_hopper(launches[0], runs_ptxas=False).asm["ptx"], tmp_path) == 0
 
 
 def test_a_product_that_is_not_awaited_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

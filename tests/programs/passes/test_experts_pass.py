@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
+from tcdeploy.programs.passes.post_grad import PostGradPass
 from tests.kernels.experts.expert_cases import expert_tensors, expert_weight, scheme_of
-from tests.programs.passes.compiled_targets import count_targets
+from tests.programs.passes.compiled_targets import compile_and_run, count_targets
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 5, 128, 64, 2
 EXPERT_LINEAR, GATED, SUMMED = (
@@ -112,6 +113,28 @@ def test_the_norm_of_one_token_is_fused_into_router_and_dense_experts(case: str,
     counts = count_targets(function, x, codegen=is_fused, **FLAGS)
     assert counts[GATED] == 1 and counts[torch.ops.tcdeploy.rms_norm_linear.default] == is_fused
     assert counts[torch.ops.aten.rsqrt.default] == (not is_fused)
+
+
+class PrefetchingPass(PostGradPass):
+    """Keeps what `top_k` prefetches, and the first tensor of the gated product."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        self.prefetched = [node.args[4:] for node in graph.nodes if node.target is torch.ops.tcdeploy.top_k.default]
+        self.multiplied = [node.args[2][0] for node in graph.nodes if node.target is GATED]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("case", ["dense", "fp8_channel"])
+def test_the_weights_of_gated_experts_are_prefetched(case: str) -> None:
+    torch.manual_seed(2)
+    up = unit_weights(case, len(ROUTER), 2 * INTERMEDIATE, 1024)
+    x, function = torch.randn(1, 1, 1024).bfloat16() / 30, lambda x: normed_block(x, up, scheme_of(case))
+    fused, plain = PrefetchingPass(**FLAGS), PrefetchingPass(skinny_gemm=True)
+    for graph_pass in (fused, plain):
+        out = compile_and_run(function, x, post_grad_pass=graph_pass)
+        torch.testing.assert_close(out, function(x), rtol=5e-2, atol=0.2)
+    assert fused.prefetched == [tuple(fused.multiplied)] and len(fused.multiplied) == 1
+    assert plain.prefetched == [()]
 
 
 @pytest.mark.parametrize(("case", "is_fused"), [("fp8_channel", True), ("int4", True), ("int4 permuted", False)])

@@ -97,9 +97,9 @@ def test_one_row_is_four_products_with_everything_fused(scheme: str) -> None:
     assert products == Products(added=2, gated=1, normed=2, count=4, plain=0, norms=0, activations=0)
 
 
-@pytest.mark.parametrize("shape", [(1, 5), (64, 1)])
-def test_a_batch_keeps_its_norms(shape: tuple[int, ...]) -> None:
-    products = compiled_products(Layer("int8"), rows(*shape), codegen=shape == (1, 5), **ALL_FLAGS)
+@pytest.mark.parametrize(("scheme", "shape"), [("int8", (1, 5)), ("int8", (64, 1)), ("int4_bfloat16", (256, 1))])
+def test_a_batch_keeps_its_norms(scheme: str, shape: tuple[int, ...]) -> None:
+    products = compiled_products(Layer(scheme), rows(*shape), codegen=shape == (1, 5), **ALL_FLAGS)
     assert products == Products(added=2, gated=1, normed=0, count=4, plain=0, norms=2, activations=0)
 
 
