@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, mang
 from tcdeploy.kernels.experts import scheme_gemv_kernel
 from tcdeploy.kernels.linear import scheme_codes
 from tcdeploy.torch_compat.triton.kernel import Kernel
+from tests.sass import unwritten_registers
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -181,12 +182,17 @@ def record_prefetches(
 
 
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:
-    """Compile a recorded launch for a Hopper GPU, and check that no wgmma reads what the next step overwrites.
+    """Compile a recorded launch for a Hopper GPU, and check for two faults of the compilers.
 
-    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary.
+    No wgmma reads what the next step overwrites, and no instruction reads a register before it is written (sass.py).
+
+    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary, and
+    the second check is omitted.
     """
     compiled = _compile_for_hopper(launch, runs_ptxas)
     unsafe = overwritten_operands(compiled)
+    if runs_ptxas:
+        unsafe += unwritten_registers(compiled.asm["cubin"])
     assert not unsafe, f"{launch.kernel.fn.__name__}: {unsafe}"
     return compiled
 
