@@ -145,9 +145,9 @@ def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
 def _tile_columns(head_dim: int, v_head_dim: int, is_converted: bool) -> tuple[int, int]:
     """Columns of a tile of K and of one of V; those past the head size are masked.
 
-    A tile of an FP8 cache is converted into shared memory, and Triton gives K and V the same address there. Both get
-    the same swizzle, which depends on the columns up to 64: ptxas 12.8 loses the address if the descriptors of the
-    tensor cores' operands (wgmma) differ in more than their offset, and most keys were left out.
+    A tile of an FP8 cache is converted into shared memory, K and V at the same address. They get the same swizzle,
+    which depends on the columns up to 64: otherwise ptxas 12.8 confuses the descriptors of the wgmma operands, and V of
+    all but the first 16 keys was read from a wrong address.
     """
     dim, v_dim = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     at_least = min(max(dim, v_dim), 64) if is_converted else 0
