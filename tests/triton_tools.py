@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, mang
 from tcdeploy.kernels.experts import scheme_gemv_kernel
 from tcdeploy.kernels.linear import scheme_codes
 from tcdeploy.torch_compat.triton.kernel import Kernel
+from tests.sass import unwritten_registers
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -181,12 +182,18 @@ def record_prefetches(
 
 
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:
-    """Compile a recorded launch for a Hopper GPU, and check that no wgmma reads what the next step overwrites.
+    """Compile a recorded launch for a Hopper GPU, and check it for faults of Triton and ptxas.
 
-    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary.
+    No wgmma reads what the next step overwrites, no shared address is part of descriptors that ptxas confuses, and no
+    instruction reads a uniform register before it is written (sass.py).
+
+    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary, so
+    the last check is omitted.
     """
     compiled = _compile_for_hopper(launch, runs_ptxas)
-    unsafe = overwritten_operands(compiled)
+    unsafe = overwritten_operands(compiled) + addresses_of_two_swizzles(compiled.asm["ptx"])
+    if runs_ptxas:
+        unsafe += unwritten_registers(compiled.asm["cubin"])
     assert not unsafe, f"{launch.kernel.fn.__name__}: {unsafe}"
     return compiled
 
@@ -215,6 +222,17 @@ def overwritten_operands(compiled: CompiledKernel) -> list[str]:
             "shared memory" for wait, then in zip(waits, waits[1:], strict=False) if "wait" in wait and "cp" in then
         ]
     return unsafe
+
+
+def addresses_of_two_swizzles(ptx: str) -> list[str]:
+    """The registers whose sums with constants are descriptors of different swizzles (wgmma operands; bits 62 and 63).
+
+    ptxas 12.8 computes some of these sums from registers that it does not write, or that hold something else.
+    """
+    swizzles: dict[str, set[int]] = {}
+    for address, constant in re.findall(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d+);", ptx):
+        swizzles.setdefault(address, set()).add(int(constant) >> 62 & 3)
+    return [f"descriptors from {address}" for address, kinds in swizzles.items() if len(kinds - {0}) > 1]
 
 
 def _compile_for_hopper(launch: Launch, runs_ptxas: bool) -> CompiledKernel:
