@@ -110,11 +110,15 @@ def format_pushed(pushed: PushResult) -> str:
 
 
 def show_verified(
-    target: Path, verified: list[VerifiedPlan], replays: dict[str, list[BucketReplay]], json: bool
-) -> None:
-    """`replays`: per plan key, the comparison of each bucket's outputs with the packed ones."""
+    target: Path, verified: list[VerifiedPlan], replays: dict[str, list[BucketReplay]], skipped: dict[str, str],
+    json: bool,
+) -> None:  # fmt: skip
+    """`replays`: per plan key, the comparison of each bucket's outputs with the packed ones.
+
+    `skipped`: per plan key, why a plan was not run although the others were.
+    """
     if json:
-        print(json_document("cache verify", plans=verified, replayed=replays))
+        print(json_document("cache verify", plans=verified, replayed=replays, skipped=skipped))
         return
     for plan in verified:
         show_sentence(
@@ -122,6 +126,8 @@ def show_verified(
         )
     if any(replays.values()):
         show_table(tabulate([replay for of_plan in replays.values() for replay in of_plan], REPLAY_CELLS))
+    for reason in skipped.values():
+        show_sentence(f"not run: {reason}")
     print(f"{target} is intact")
 
 
