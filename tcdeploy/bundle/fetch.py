@@ -33,7 +33,7 @@ from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, CacheSource, parse_bundle_name
-from tcdeploy.remote.transfer import PushResult, find, pull, push
+from tcdeploy.remote.transfer import PushResult, exists, find, pull, push
 from tcdeploy.start.auto_programs import why_not_exported, with_programs
 from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 from tcdeploy.start.planned import PlannedModel
@@ -148,6 +148,11 @@ def _resolve_bundle_url(source: str, plan_keys: Sequence[str]) -> str:
     ):
         return source
     urls = next(filter(None, (find(source, key) for key in plan_keys)), ())
+    if not urls and not exists(source):
+        raise MismatchError(
+            f"{address.redacted} does not exist",
+            "pass a bundle that exists, or a folder to which tcdeploy warm --cache-to has pushed one",
+        )
     if not urls:
         raise MismatchError(
             f"{address.redacted} holds no bundle of the plan {' or '.join(plan_keys)} (these flags on this machine)",
