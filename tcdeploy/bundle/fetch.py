@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.bundle.pack import warm_start_and_pack
-from tcdeploy.bundle.unpack import open_bundle, unpack
+from tcdeploy.bundle.unpack import UnpackResult, open_bundle, unpack
 from tcdeploy.bundle.why import forecast
 from tcdeploy.cache.folder.access import check_folder
 from tcdeploy.cache.folder.layout import manifest_path
@@ -41,13 +41,17 @@ from tcdeploy.start.planned import PlannedModel
 
 @dataclass(frozen=True)
 class FetchResult:
-    """`url` has no secrets, and is empty if the cache folder already had the plan. `seconds` covers the whole fetch."""
+    """`url` has no secrets, and is empty if the cache folder already had the plan. `seconds` covers the whole fetch.
+
+    `unpacked`: None if nothing was fetched.
+    """
 
     plan_key: str
     url: str
     bytes: int
     signer: TrustedKey | None
     seconds: float
+    unpacked: UnpackResult | None = None
 
 
 class EnvironmentMismatchError(MismatchError):
@@ -95,7 +99,8 @@ def fetch(
                 path, Path(plan.cache_dir), trusted_keys, cache.allow_unsigned, cache.allow_rollback,
                 recipe.trust_cache_dir, keeps_measurements=not recipe.require_signed,
             )  # fmt: skip
-    return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, seconds, unpacked)
 
 
 @contextlib.contextmanager
