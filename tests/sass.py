@@ -66,17 +66,16 @@ def _parse(function: str) -> list[_Instruction]:
     code: list[_Instruction] = []
     for i, match in enumerate(found):
         text, guard, guard_index, opcode, operands = match.groups()
-        targets = [labels[name] for name in re.findall(r"`\((\S+)\)", operands) if name in labels]
-        if opcode.startswith("BRX"):  # an indirect branch
-            targets = list(labels.values())
-        elif not opcode.startswith(("BRA", "CALL")):  # BSYNC joins threads at the instruction after it
-            targets = []
-        ends = opcode.startswith(("EXIT", "RET", "BRX")) or (opcode == "BRA" and operands.startswith("`"))
         reads, writes = _operands(opcode, operands.split(", "))
         if guard and guard_index != "T":
             reads |= 1 << _FIRST_BIT[guard] + int(guard_index)
-        following = [*targets, *([] if ends and not guard else [i + 1])]
-        code.append(_Instruction(text, reads, writes, [at for at in following if at < len(found)]))
+        is_branch = opcode.startswith(("BRA", "CALL"))  # BSYNC joins threads at the instruction after it
+        successors = [labels[name] for name in re.findall(r"`\((\S+)\)", operands) if is_branch]
+        ends = opcode.startswith(("EXIT", "RET")) or (opcode == "BRA" and operands.startswith("`"))
+        if (guard or not ends) and i + 1 < len(found):
+            successors.append(i + 1)
+        assert not opcode.startswith("BRX"), f"an indirect branch: {text}"
+        code.append(_Instruction(text, reads, writes, successors))
     for i, step in enumerate(code):
         if step.text.startswith("CALL"):  # the callee is at the end of the function
             results = functools.reduce(int.__or__, (callee.writes for callee in code[step.successors[0] :]))
@@ -88,12 +87,10 @@ def _operands(opcode: str, operands: list[str]) -> tuple[int, int]:
     """Masks of the registers that an instruction reads and writes. If unclear, an operand counts as written."""
     base, *suffixes = opcode.split(".")
     width = 4 if "128" in suffixes else 2 if {"64", "WIDE"} & set(suffixes) else 1
-    is_predicate = [re.fullmatch(r"U?P\w", operand) is not None for operand in operands]
-    results = int(re.fullmatch(r"U?[RP]\w+", operands[0]) is not None)
-    if results and is_predicate[0]:
-        results = 2  # of a comparison, or what a shuffle or an atomic instruction returns
-    while 0 < results < len(operands) and is_predicate[results] and not is_predicate[0]:
-        results += 1  # carries
+    kinds = "".join(operand[-2] if re.fullmatch(r"U?P\w", operand) else operand[:1] for operand in operands)
+    # After a predicate, the second result of a comparison, or what a shuffle or an atomic instruction returns; after a
+    # register, carries.
+    results = len(re.match(r"P.?|[RU]P*|", kinds)[0])
     reads, writes = 0, 0xFF << _FIRST_BIT["P"] if operands[0] == "PR" else 0
     for i, operand in enumerate(operands):
         for context, kind, number in re.findall(r"(\w*\[|)(?<![\w.])(UR|U?P)(\d+)\b", operand):

@@ -33,6 +33,7 @@ CASES = {
     "float32": Case(group=3),
     "bfloat16": Case(head_dim=128, group=4, kv_heads=1, dtype=torch.bfloat16),
     "float16, values smaller than keys": Case(head_dim=96, v_head_dim=32, group=2, dtype=torch.float16),
+    "bfloat16, keys smaller than values": Case(head_dim=32, v_head_dim=80, group=2, dtype=torch.bfloat16),
     "softcap, sinks and window": Case(softcap=2.0, sinks=True, window=70, group=3, dtype=torch.bfloat16),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
