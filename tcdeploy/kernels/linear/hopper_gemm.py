@@ -52,6 +52,7 @@ def hopper_gemm(
     (rows, k), n = x.shape, len(weight.weight)
     if x.stride(0) % COPY_ELEMENTS or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
+    assert rows * x.stride(0) < 1 << 31, "the kernel's offsets in x have 32 bits"
     words, scales = weight.weight.view(torch.int32), weight.row_scale if weight.groups == 1 else weight.group_scale
     options: dict[str, int] = {"launch_pdl": True} if supports_pdl(x.device) else {}
     limit = {"maxnreg": tile.max_registers} if tile.max_registers is not None else {}

@@ -131,6 +131,7 @@ MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # of x, for narrow and wide weights; w
 MAX_GEMM_ROWS = 128  # with more, a dense copy and cuBLAS are faster
 MAX_INTERLEAVED_ROWS = 384  # the four products of 384 rows take 366 us, with a dense copy 392; of 512 rows 452 and 435
 MIN_HOPPER_ROWS = 64  # of x, if the Hopper GEMM takes the weight
+MAX_OFFSET = (1 << 31) - 1  # of an element of x
 MIN_FULL_WAVES = 0.93  # of the places for programs, which tiles fill
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
@@ -145,7 +146,7 @@ def is_supported(
     `on_hopper`: whether the Hopper GEMM takes the weight.
     """
     is_group = group >= MIN_GROUP and (group % (16 * per_byte) == 0 or group == MIN_GROUP)
-    max_rows = rows if on_hopper else MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
+    max_rows = MAX_OFFSET // k if on_hopper else MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
     return 1 <= rows <= max_rows and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
