@@ -253,6 +253,24 @@ def test_the_kernels_compile_for_hopper_and_convert_in_hardware(case, monkeypatc
     assert set(re.findall(r"ld\.global\.(\S+)", before)) == {"b32"}, "before the wait, only lengths and block ids"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "dim", "v_dim"),
+    [
+        pytest.param(96, 32, 128, 64, id="128-64"),
+        pytest.param(32, 16, 32, 32, id="32-32", marks=pytest.mark.long),
+        pytest.param(16, 80, 64, 128, id="64-128", marks=pytest.mark.long),
+    ],
+)
+def test_k_and_v_of_prefill_get_one_swizzle(head_dim, v_head_dim, dim, v_dim, monkeypatch, tmp_path) -> None:
+    """Otherwise ptxas 12.8 computes most descriptors of V from registers that it does not write."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    launch_all(Case(head_dim, v_head_dim, group=2, dtype=torch.float16), batch=1, splits=8)
+    compiled = compile_for_hopper(launches[1])
+    constants = {compiled.src.fn.arg_names[i]: value for (i,), value in compiled.src.constants.items()}
+    assert (constants["DIM"], constants["V_DIM"]) == (dim, v_dim)
+
+
 def test_another_batch_window_or_address_of_the_scales_does_not_recompile(monkeypatch) -> None:
     launches = record_launches(monkeypatch)
     case = Case(head_dim=128, group=4, dtype=torch.bfloat16, window=64)
