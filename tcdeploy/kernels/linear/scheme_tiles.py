@@ -70,7 +70,18 @@ class RegisterGemmTile(NamedTuple):
     unroll: int = 1  # steps of 128 columns between two barriers; fewer if the number of steps is not a multiple
 
 
-Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
+class HopperGemmTile(NamedTuple):
+    """The shape of one program on Hopper: rows of x, and rows of an int4 weight."""
+
+    name: str
+    block_m: int
+    block_n: int
+    stages: int  # of 64 columns in shared memory, an even number
+    programs: int = 1  # that an SM runs at once
+    max_registers: int | None = None  # per thread
+
+
+Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile | HopperGemmTile
 
 SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
@@ -106,20 +117,36 @@ REGISTER_GEMM_TILES = (
     RegisterGemmTile("f128_s4", 128, 4, 8, 3),
 )
 F64_S4, F128_S8, F128U2, F128_V, F128_V_S8, F128, F128_S4 = range(len(REGISTER_GEMM_TILES))
+HOPPER_GEMM_TILES = (
+    HopperGemmTile("h256_128", 256, 128, 6),
+    HopperGemmTile("h128_256", 128, 256, 6),
+    HopperGemmTile("h128_128", 128, 128, 4, 2, 128),
+    HopperGemmTile("h64_128", 64, 128, 6, 2, 128),
+)
+H256_128, H128_256, H128_128, H64_128 = range(len(HOPPER_GEMM_TILES))
+HOPPER_BLOCK_K = 128  # columns of which a program has whole numbers: one group of the usual size
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
 MANY_COLUMNS = 8192  # of a narrow weight whose columns are split further
 MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # of x, for narrow and wide weights; with more, scales multiply values
 MAX_GEMM_ROWS = 128  # with more, a dense copy and cuBLAS are faster
 MAX_INTERLEAVED_ROWS = 384  # the four products of 384 rows take 366 us, with a dense copy 392; of 512 rows 452 and 435
+MIN_HOPPER_ROWS = 64  # of x, if the Hopper GEMM takes the weight
+MAX_OFFSET = (1 << 31) - 1  # of an element of x
+MIN_FULL_WAVES = 0.93  # of the places for programs, which tiles fill
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
 MAX_8_BIT_SKINNY_ROWS = 8  # of x, if the register GEMM takes the weight
 
 
-def is_supported(rows: int, n: int, k: int, group: int, per_byte: int, is_interleaved: bool = False) -> bool:
-    """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte."""
+def is_supported(
+    rows: int, n: int, k: int, group: int, per_byte: int, is_interleaved: bool = False, on_hopper: bool = False
+) -> bool:
+    """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte.
+
+    `on_hopper`: whether the Hopper GEMM takes the weight.
+    """
     is_group = group >= MIN_GROUP and (group % (16 * per_byte) == 0 or group == MIN_GROUP)
-    max_rows = MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
+    max_rows = MAX_OFFSET // k if on_hopper else MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
     return 1 <= rows <= max_rows and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
@@ -136,10 +163,12 @@ def gemv_tile(n: int, per_byte: int, in_registers: bool) -> SchemeGemvTile:
     return SCHEME_GEMV_TILES[N4_B2048]
 
 
-def choose_tile(rows: int, n: int, k: int, per_byte: int, in_registers: bool) -> Tile:
-    """The tile of a product. `in_registers`: whether the register GEMM takes the weight."""
+def choose_tile(rows: int, n: int, k: int, per_byte: int, in_registers: bool, on_hopper: bool = False) -> Tile:
+    """The tile of a product. `in_registers`, `on_hopper`: whether the register or the Hopper GEMM takes the weight."""
     if rows == 1:
         return gemv_tile(n, per_byte, in_registers)
+    if on_hopper and rows >= MIN_HOPPER_ROWS:
+        return hopper_gemm_tile(rows, n)
     if in_registers and per_byte == 2:
         return register_gemm_tile(rows, n, k)
     if in_registers and MAX_8_BIT_SKINNY_ROWS < rows <= MAX_ROWS:
@@ -185,6 +214,25 @@ def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
     else:
         tile = F128_S8 if not is_wide and k >= MANY_COLUMNS and rows <= 32 else F64_S4
     return REGISTER_GEMM_TILES[tile]
+
+
+def hopper_gemm_tile(rows: int, n: int) -> HopperGemmTile:
+    """A tile for many rows of x and int4 weights."""
+    return HOPPER_GEMM_TILES[H64_128 if rows <= 64 else H128_128 if rows <= 128 else H256_128]
+
+
+def count_hopper_tiles(tile: HopperGemmTile, rows: int, n: int) -> int:
+    return -(-rows // tile.block_m) * -(-n // tile.block_n)
+
+
+def fit_programs(tile: HopperGemmTile, rows: int, n: int, k: int, multiprocessors: int) -> int:
+    """The number of programs: that of the tiles, or of equal shares of their columns that run at once."""
+    tiles, places = count_hopper_tiles(tile, rows, n), tile.programs * multiprocessors
+    waves = -(-tiles // places)
+    if tiles >= MIN_FULL_WAVES * waves * places:
+        return tiles
+    work = tiles * (k // HOPPER_BLOCK_K)
+    return -(-work // -(-work // places))
 
 
 def fp8_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
