@@ -1,6 +1,6 @@
 """Find uniform registers and predicates that the machine code (SASS) of a Hopper kernel may read before it writes them.
 
-Of other registers ptxas leaves bits undefined that nothing uses: halves, and predicates that it packs into one.
+Of other registers ptxas often leaves bits undefined that nothing uses: halves, and predicates that it packs into one.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def _operands(opcode: str, operands: list[str]) -> tuple[int, int]:
     # After a predicate, the second result of a comparison, or what a shuffle or an atomic instruction returns; after a
     # register, carries.
     results = len(re.match(r"P.?|[RU]P*|", kinds)[0])
+    if base == "UPRMT" and operands[-1] == operands[0]:  # writes one half of a register, and keeps the other
+        operands = operands[:-1]
     reads, writes = 0, 0xFF << _FIRST_BIT["P"] if operands[0] == "PR" else 0
     for i, operand in enumerate(operands):
         for context, kind, number in re.findall(r"(\w*\[|)(?<![\w.])(UR|U?P)(\d+)\b", operand):

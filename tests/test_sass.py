@@ -13,6 +13,7 @@ ACCEPTED = """
         /*0020*/                   LDG.E.128 R12, desc[UR40][R1.64] ;
         /*0030*/                   ISETP.GE.AND P0, PT, R15, 0x1, PT ;
         /*0040*/                   PRMT R37, RZ, 0x7610, R37 ;
+        /*0048*/                   UPRMT UR60, UR40, 0x7632, UR60 ;
         /*0050*/                   UMOV UR42, 0x100 ;
         /*0060*/                   UMOV UR43, 0x40000040 ;
         /*0070*/               @P0 BRA `(.L_x_1) ;
@@ -53,7 +54,7 @@ def test_code_that_writes_what_it_reads_is_accepted() -> None:
         ("UIADD3 UR44, UP0, UR42, 0x40, URZ", ["UIADD3.X UR45,", *PRODUCTS]),  # the carry, and descriptors
         ("UIADD3.X UR45, UR43, -0x7fffffe0, URZ, UP0, !UPT", PRODUCTS),
         ("UIADD3.64 UR46, UR42, 0x2, URZ", PRODUCTS[1:]),
-        ("ULDC.64 UR40, c[0x0][0x208]", ["LDG", "STG"]),
+        ("ULDC.64 UR40, c[0x0][0x208]", ["LDG", "UPRMT", "STG"]),
         ("ISETP.GE.AND P0, PT, R15, 0x1, PT", ["@P0 BRA", "@!P0 BRA"]),
         ("SHFL.BFLY P1, R4, R71, 0x1, 0x1f", ["@P1 FADD"]),
         ("UMOV UR50, 0x2", ["IMAD"]),
