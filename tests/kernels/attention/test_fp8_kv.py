@@ -84,7 +84,7 @@ def test_attention_over_an_fp8_cache_is_attention_over_the_rounded_values(case: 
 def test_the_write_kernel_stores_the_bytes_of_the_reference(case: Case, device: str) -> None:
     slots = torch.tensor([5, 31, 0], device=device)
     dims = case.head_dim, case.v_head_dim or case.head_dim
-    k, v = (torch.randn(3, case.kv_heads, dim, dtype=case.dtype).to(device) * 5 for dim in dims)
+    k, v = (torch.randn(3, case.kv_heads, dim, dtype=case.dtype).to(device) * 20 for dim in dims)
     caches = [torch.zeros(2, case.block_size, case.kv_heads, dim, device=device).to(FP8) for dim in dims]
     expected_caches = [cache.cpu().clone() for cache in caches]
     reference.write_kv(k.cpu(), v.cpu(), *expected_caches, slots.cpu(), scales("cpu"))
