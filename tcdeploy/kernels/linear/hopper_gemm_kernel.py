@@ -3,14 +3,13 @@
 The product is written in Gluon, so that the tensor cores multiply the columns of a step while the threads make the
 values of the next one. `tl.dot` would wait for the product first (scheme_codes._wait_for_dot).
 
-Rejected: products of 16 columns at a time, between which the values of the next 16 are made. With 256 rows, the four
-products of a layer took 195 us instead of 174 on an H200.
+Rejected: products of 16 columns at a time, between which the values of the next 16 are made, with 256 rows 195 us
+instead of 174 for the four products of a layer (H200); equal shares of the columns of all tiles for each program.
 """
 
 # ruff: noqa: SIM102, SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -130,10 +129,10 @@ def _multiply(
         next_factors = _load_factors(scale_ptrs, gl.minimum(group + 1, end - 1), GROUP, DTYPE)
         for i in gl.static_range(GROUP_STEPS):
             async_copy.wait_group(SLOTS - 1)
-            acc = warpgroup_mma(operand, x_stages[i].index(slot).permute((1, 0)), acc, is_async=True)
             x_stage = x_stages[(i + SLOTS) % 2].index((slot + (i + SLOTS) // 2) % SLOTS)
             w_stage = w_stages[(i + SLOTS + 1) % 2].index((slot + (i + SLOTS + 1) // 2) % SLOTS)
             _copy_step(x_stage, w_stage, x, weight, x_offsets, w_offsets, group * GROUP_STEPS + i + SLOTS, end_step)
+            acc = warpgroup_mma(operand, x_stages[i].index(slot).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])  # the tensor cores no longer read the previous operand
             words = w_stages[(i + 1) % 2].index((slot + i) % SLOTS).load(WORDS)
             if i == GROUP_STEPS - 1:
@@ -188,44 +187,28 @@ def _store_gated(target, acc, stride, columns, rows):
 
 
 @ignore_comments
-@gluon.jit
-def _store_tile(out, part, acc, is_part, n_tile, first_row, rows, n, GATED: gl.constexpr):
-    """Store the result of a tile. If other programs have the rest of its columns, store the sums at `part` [m, n]."""
-    BLOCK_N: gl.constexpr = acc.shape[0]
-    tile_rows, first_row = rows - first_row, first_row.to(gl.int64)
-    if GATED:
-        width, column = n // 2, n_tile * (BLOCK_N // 2)
-        target = out + (first_row * width + column)
-        if part is None:
-            _store_gated(target, acc, width, width - column, tile_rows)
-        elif is_part:
-            _store(part, acc, BLOCK_N, BLOCK_N, tile_rows)
-        else:
-            _store_gated(target, acc, width, width - column, tile_rows)
-    else:
-        column = n_tile * BLOCK_N
-        target, stride, columns = out + (first_row * n + column), n, n - column
-        if part is not None:
-            if is_part:
-                target, stride, columns = part, BLOCK_N, BLOCK_N
-        _store(target, acc, stride, columns, tile_rows)
-
-
-@ignore_comments
-@gluon.jit
-def _compute_tile(
-    out, part, x, weight, scales, addend, x_stages, w_stages, tile, first, end, rows, n, k, row_words, groups, x_stride,
-    addend_stride, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
-    GATED: gl.constexpr,
+@gluon.jit(do_not_specialize=["rows"])
+def _hopper_gemm_kernel(
+    out, x, weight, scales, addend, rows, n, k, splits, row_words, groups, x_stride, addend_stride,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    IS_SPLIT: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """Multiply groups `first` to `end` of 128 columns of a tile, and store the result."""
     NUM_WARPS: gl.constexpr = gl.num_warps()
+    SLOTS: gl.constexpr = STAGES // 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     WORDS: gl.constexpr = _words_layout(BLOCK_N, NUM_WARPS)
     X_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NUM_WARPS, 1], [1, 0])  # 16 bytes per thread
     W_COPY: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [NUM_WARPS, 1], [1, 0])
-    m_tiles = (rows + BLOCK_M - 1) // BLOCK_M
-    n_tile, first_row = tile // m_tiles, tile % m_tiles * BLOCK_M
+    X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    W_SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
+    x_even = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS, BLOCK_M, STEP], X_SHARED)
+    x_odd = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS, BLOCK_M, STEP], X_SHARED)
+    w_even = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_N, STEP // 8], W_SHARED)
+    w_odd = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_N, STEP // 8], W_SHARED)
+    # Programs of the same rows of the weight are neighbours, so that the L2 cache serves all but the first.
+    first_row, n_tile, part = gl.program_id(0) * BLOCK_M, gl.program_id(1), gl.program_id(2)
+    all_groups = k // (STEP * GROUP_STEPS)
+    first, end = part * all_groups // splits, (part + 1) * all_groups // splits
     # Rows past the batch are not stored. They repeat rows of x, because a mask takes an instruction for each copy.
     x_row = (first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X_COPY))) % rows
     x_offsets = x_row[:, None] * x_stride + gl.arange(0, STEP, layout=gl.SliceLayout(0, X_COPY))[None, :]
@@ -233,98 +216,26 @@ def _compute_tile(
     word = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, W_COPY))
     w_offsets = w_row[:, None] * row_words + word[None, :]
     scale_row = _weight_rows(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS)), n_tile, n, BLOCK_N, GATED)
-    is_part = end - first < k // (STEP * GROUP_STEPS)
-    if addend is None:
-        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    else:  # _sum_tiles_kernel adds it to parts
-        column, added_rows = n_tile * BLOCK_N, rows - first_row
-        if part is not None:
-            added_rows = added_rows * (1 - is_part.to(gl.int32))
-        addend += first_row.to(gl.int64) * addend_stride + column
-        acc = _load_addend(addend, addend_stride, n - column, added_rows, MMA, BLOCK_N, BLOCK_M)
-    acc = _multiply(
-        acc, x_stages, w_stages, x, weight, x_offsets, w_offsets, scales + scale_row * groups, first, end, GROUP, SLOTS,
-        MMA, WORDS,
-    )  # fmt: skip
-    _store_tile(out, part, acc, is_part, n_tile, first_row, rows, n, GATED)
-
-
-@ignore_comments
-@gluon.jit(do_not_specialize=["rows", "programs"])
-def _hopper_gemm_kernel(
-    out, parts, x, weight, scales, addend, rows, n, k, programs, row_words, groups, x_stride, addend_stride,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    USE_PDL: gl.constexpr,
-):  # fmt: skip
-    SLOTS: gl.constexpr = STAGES // 2
-    X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    W_SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
-    x_even = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS, BLOCK_M, STEP], X_SHARED)
-    x_odd = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS, BLOCK_M, STEP], X_SHARED)
-    w_even = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_N, STEP // 8], W_SHARED)
-    w_odd = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_N, STEP // 8], W_SHARED)
-    x_stages, w_stages = (x_even, x_odd), (w_even, w_odd)
-    tile_groups, program = k // (STEP * GROUP_STEPS), gl.program_id(0)
+    column, tile_rows, first_row = n_tile * BLOCK_N, rows - first_row, first_row.to(gl.int64)
     if USE_PDL:  # no memory access before the wait
         gl.inline_asm_elementwise(
-            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [program],
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [part],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    if parts is None:  # a tile per program
-        _compute_tile(
-            out, None, x, weight, scales, addend, x_stages, w_stages, program, 0, tile_groups, rows, n, k, row_words,
-            groups, x_stride, addend_stride, GROUP, BLOCK_M, BLOCK_N, SLOTS, GATED,
-        )  # fmt: skip
-    else:  # equal shares of the groups of all tiles
-        work = (rows + BLOCK_M - 1) // BLOCK_M * ((n + BLOCK_N - 1) // BLOCK_N) * tile_groups
-        begin, stop = program * work // programs, (program + 1) * work // programs
-        position = begin
-        while position < stop:
-            tile = position // tile_groups
-            first = position - tile * tile_groups
-            end = gl.minimum(first + stop - position, tile_groups)
-            part = parts + (2 * program + (position != begin).to(gl.int32)).to(gl.int64) * (BLOCK_M * BLOCK_N)
-            _compute_tile(
-                out, part, x, weight, scales, addend, x_stages, w_stages, tile, first, end, rows, n, k, row_words,
-                groups, x_stride, addend_stride, GROUP, BLOCK_M, BLOCK_N, SLOTS, GATED,
-            )  # fmt: skip
-            position += end - first
-
-
-@ignore_comments
-@triton.jit(do_not_specialize=["rows", "programs"])
-def _sum_tiles_kernel(
-    out, parts, addend, rows, n, k, programs, addend_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Adds the parts of ROWS rows of a tile, in the order of the programs that computed them, if these are several.
-
-    A program has two parts at most, one of the tile in which its work begins and one of that in which it ends.
-    """
-    m_tiles, tile_groups, tile = (rows + BLOCK_M - 1) // BLOCK_M, k // (STEP * GROUP_STEPS), tl.program_id(0)
-    work = tl.num_programs(0) * tile_groups
-    first_program = ((tile * tile_groups + 1) * programs - 1) // work
-    last_program = ((tile + 1) * tile_groups * programs - 1) // work
-    first_row = tile % m_tiles * BLOCK_M + tl.program_id(1) * ROWS
-    if USE_PDL:  # no memory access before the wait
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if first_program < last_program and first_row < rows:
-        tile_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        row = (first_row + tl.arange(0, ROWS))[:, None]
-        cell = tile_row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for program in range(first_program, last_program + 1):
-            begins_before = (program * work // programs // tile_groups != tile).to(tl.int64)
-            part = parts + (2 * program + begins_before) * (BLOCK_M * BLOCK_N)
-            sums += tl.load(part + cell, mask=row < rows, other=0.0).to(tl.float32)
-        column = tile // m_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-        if GATED:
-            n //= 2
-            gate, up = tl.split(tl.reshape(sums, (ROWS, BLOCK_N // 2, 2)))
-            sums = gate * tl.sigmoid(gate) * up
-            column = tile // m_tiles * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        mask, row = (row < rows) & (column < n)[None, :], row.to(tl.int64)
-        if addend is not None:
-            sums += tl.load(addend + row * addend_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row * n + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
+    if addend is None:
+        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+    else:
+        addend += first_row * addend_stride + column
+        acc = _load_addend(addend, addend_stride, n - column, tile_rows, MMA, BLOCK_N, BLOCK_M)
+    acc = _multiply(
+        acc, (x_even, x_odd), (w_even, w_odd), x, weight, x_offsets, w_offsets, scales + scale_row * groups, first, end,
+        GROUP, SLOTS, MMA, WORDS,
+    )  # fmt: skip
+    if IS_SPLIT:  # [splits, rows, n], gate and up in turn if GATED; another kernel adds them
+        out += (part.to(gl.int64) * rows + first_row) * n + column
+        _store(out, acc, n, n - column, tile_rows)
+    elif GATED:
+        width, column = n // 2, n_tile * (BLOCK_N // 2)
+        _store_gated(out + (first_row * width + column), acc, width, width - column, tile_rows)
+    else:
+        _store(out + (first_row * n + column), acc, n, n - column, tile_rows)

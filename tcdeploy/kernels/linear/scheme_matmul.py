@@ -8,7 +8,7 @@
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
 - 2 to 384 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
   with FP8 weights (register_gemm.py): the weight is the first operand of larger tensor-core instructions.
-- 33 rows and more with interleaved int4 weights on Hopper (hopper_gemm.py): values are made in registers while the
+- 129 to 2,048 rows with interleaved int4 weights on Hopper (hopper_gemm.py): values are made in registers while the
   tensor cores multiply.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which

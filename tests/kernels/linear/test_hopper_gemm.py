@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ from torch import Tensor
 from tcdeploy.kernels.linear import hopper_gemm
 from tcdeploy.kernels.linear.scheme_matmul import is_fusable
 from tcdeploy.kernels.linear.scheme_tiles import (
-    HOPPER_BLOCK_K,
-    HOPPER_GEMM_TILES,
+    HOPPER_GEMM_TILE,
+    MAX_HOPPER_ROWS,
     MAX_INTERLEAVED_ROWS,
-    MIN_HOPPER_ROWS,
-    HopperGemmTile,
     RegisterGemmTile,
     choose_tile,
-    count_hopper_tiles,
-    fit_programs,
+    fit_hopper_splits,
 )
 from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.torch_compat.triton.gluon import supported, supports_wgmma
@@ -36,6 +32,7 @@ from tests.triton_tools import (
     overwritten_registers,
     record_launches,
     specialization_key,
+    spilled_bytes,
 )
 
 CASE = "int4 in groups of 128"
@@ -43,7 +40,7 @@ H200 = 132  # multiprocessors
 FORMS = ("plain", "added", "gated")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 ERROR_LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
-each_tile = pytest.mark.parametrize("tile", HOPPER_GEMM_TILES, ids=lambda tile: tile.name)
+TILE = HOPPER_GEMM_TILE
 
 
 @pytest.fixture
@@ -55,27 +52,24 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def launch_of(
-    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, tile: HopperGemmTile, form: str, has_parts: bool,
-    dtype: torch.dtype = torch.bfloat16,
+    launches: list[Launch], form: str, is_split: bool, dtype: torch.dtype = torch.bfloat16
 ) -> Launch:  # fmt: skip
-    """The launch of four tiles, by two or three programs at once for each that an SM runs."""
-    monkeypatch.setattr(hopper_gemm, "multiprocessors", lambda device: 3 if has_parts else 2)
-    x, tensors, extras = product(CASE, tile.block_m, form, dtype, n=4 * tile.block_n, k=2048)
-    run(CASE, x, tensors, extras, tile=tile)
-    assert len(launches) == 1 + has_parts
+    """With more rows of the weight, the columns are not split."""
+    n = 512 if is_split else TILE.block_n * H200
+    x, tensors, extras = product(CASE, TILE.block_m, form, dtype, n=n, k=1024)
+    run(CASE, x, tensors, extras, tile=TILE)
+    assert len(launches) == 1 + is_split
     return launches[0]
 
 
-@pytest.mark.parametrize("has_parts", [False, True], ids=["tiles", "parts"])
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("form", FORMS)
-@each_tile
 def test_values_are_made_in_registers_while_the_tensor_cores_multiply(
-    tile: HopperGemmTile, form: str, has_parts: bool, on_hopper: list[Launch], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    form: str, is_split: bool, on_hopper: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     dtype = torch.float16 if form == "added" else torch.bfloat16
-    compiled = compile_for_hopper(launch_of(on_hopper, monkeypatch, tile, form, has_parts, dtype))
+    compiled = compile_for_hopper(launch_of(on_hopper, form, is_split, dtype))
     ptx = compiled.asm["ptx"]
     loop = ptx[ptx.index("wgmma.mma_async") : ptx.rindex("cp.async.wait_group")]
     instructions = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
@@ -83,20 +77,20 @@ def test_values_are_made_in_registers_while_the_tensor_cores_multiply(
     assert set(re.findall(r"wgmma\.wait_group\S* (\d)", loop)) == {"1"}, "a product runs while values are made"
     assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)) == {"0x10"}
     assert not re.findall(r"st\.shared|stmatrix", ptx), "nothing is written back to shared memory"
-    assert tile.stages // 2 % 2 == 0 or loop.count("bar.sync") == 0, "a step has one barrier, after it has waited"
-    assert compiled.metadata.shared * tile.programs <= HOPPER_SHARED_BYTES
-    assert_values_are_made_between_products(machine_code(compiled), tile)
+    assert loop.count("bar.sync") == 0, "a step has one barrier, after it has waited"
+    assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
+    assert spilled_bytes(ptx, tmp_path) == 0
+    assert_values_are_made_between_products(machine_code(compiled))
 
 
-def assert_values_are_made_between_products(code: list[Instruction], tile: HopperGemmTile) -> None:
-    """Those of the two steps of an iteration. Nothing is spilled there."""
+def assert_values_are_made_between_products(code: list[Instruction]) -> None:
+    """Those of the two steps of an iteration."""
     products = [i for i, item in enumerate(code) if item.name.startswith("HGMMA")]
     end = next(i for i, item in enumerate(code) if item.name == "BRA" and i > products[-1])
     loop = [item.name for item in code[products[0] : end]]
     values = sum(name.startswith(("HFMA2", "HMUL2", "HADD2")) for name in loop)
-    assert values == 2 * 2 * 16 * tile.block_n // 128, "two instructions for each pair of values"
+    assert values == 2 * 2 * 16, "two instructions for each pair of values"
     assert sum(name.startswith("WARPGROUP.DEPBAR") for name in loop) == 2
-    assert not {"STL", "LDL", "STL.64", "LDL.64", "LDL.LU"} & {*loop}
 
 
 def test_registers_that_are_overwritten_are_found(
@@ -104,7 +98,7 @@ def test_registers_that_are_overwritten_are_found(
 ) -> None:
     """Of the last product of an iteration, which runs into the next."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = machine_code(compile_for_hopper(launch_of(on_hopper, monkeypatch, HOPPER_GEMM_TILES[0], "plain", False)))
+    code = machine_code(compile_for_hopper(launch_of(on_hopper, "plain", True)))
     assert not overwritten_registers(code)
     last = max(i for i, item in enumerate(code) if item.name.startswith("HGMMA"))
     first = min(i for i, item in enumerate(code) if item.name.startswith("HGMMA"))
@@ -113,14 +107,14 @@ def test_registers_that_are_overwritten_are_found(
         assert overwritten_registers([*code[:position], fault, *code[position:]])
 
 
-def test_the_kernel_does_not_depend_on_the_number_of_rows(
-    on_hopper: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rows in (257, 300, 512, 1000):
-        x, tensors, extras = product(CASE, rows, "plain", n=4096, k=256)
-        run(CASE, x, tensors, extras)
-    kernels = {specialization_key(launch) for launch in on_hopper}
-    assert len(kernels) == 3 < len(on_hopper), "with and without parts, and that which adds them"
+def test_all_numbers_of_many_rows_share_two_kernels(on_hopper: list[Launch]) -> None:
+    for rows in (129, 250, 400, 1000, 2048):
+        for n in (512, 16384):
+            x, tensors, extras = product(CASE, rows, "plain", n=n, k=256)
+            run(CASE, x, tensors, extras)
+    launches = [launch for launch in on_hopper if launch.kernel.fn.__name__ == "_hopper_gemm_kernel"]
+    assert len(launches) == 10
+    assert len({specialization_key(launch) for launch in launches}) <= 2
 
 
 def test_inputs_that_cannot_be_copied_in_16_bytes_are_copied_first(
@@ -129,64 +123,39 @@ def test_inputs_that_cannot_be_copied_in_16_bytes_are_copied_first(
     x, tensors, extras = product(CASE, 300, "plain", n=256, k=256)
     for columns in (torch.cat([x[:, :8], x], 1)[:, 8:], torch.cat([x, x], 1)[:, 3 : 3 + 256]):
         run(CASE, columns, tensors, extras)
-    assert all(launch.args[2].is_contiguous() for launch in on_hopper if len(launch.args) > 20)
+    assert all(launch.args[1].is_contiguous() for launch in on_hopper if len(launch.args) > 18)
     on_hopper.clear()
     run(CASE, torch.cat([x, x], 1)[:, 256:], tensors, extras)
-    assert on_hopper[0].args[2].stride() == (512, 1)
+    assert on_hopper[0].args[1].stride() == (512, 1)
 
 
 # Tiles
 
 
-@each_tile
-def test_programs_share_the_columns_of_all_tiles(tile: HopperGemmTile) -> None:
-    """Each program computes whole groups of the usual size, and the kernels agree on who has which part."""
-    choices = random.Random(5)
-    for _ in range(300):
-        rows, n, k = choices.randint(1, 1500), 16 * choices.randint(1, 200), HOPPER_BLOCK_K * choices.randint(1, 40)
-        tiles, groups = count_hopper_tiles(tile, rows, n), k // HOPPER_BLOCK_K
-        programs = fit_programs(tile, rows, n, k, choices.choice([78, 114, H200]))
-        assert 1 <= programs <= tiles * groups
-        if programs != tiles:
-            assert_covers(tiles, groups, programs)
+@pytest.mark.parametrize(("rows", "n", "k", "splits"), [
+    (160, 6144, 4096, 2), (256, 6144, 4096, 2), (256, 4096, 4096, 4), (256, 28672, 4096, 1), (256, 4096, 14336, 4),
+    (512, 4096, 4096, 2), (512, 4096, 14336, 2), (1024, 6144, 4096, 2), (1024, 4096, 14336, 1), (2048, 6144, 4096, 1),
+    (256, 4096, 128, 1),
+])  # fmt: skip
+def test_the_columns_of_few_tiles_are_split(rows: int, n: int, k: int, splits: int) -> None:
+    assert fit_hopper_splits(TILE, rows, n, k, H200) == splits
 
 
-def assert_covers(tiles: int, groups: int, programs: int) -> None:
-    """The arithmetic of _hopper_gemm_kernel and _sum_tiles_kernel."""
-    work = tiles * groups
-    parts: dict[int, list[tuple[int, int, int]]] = {}
-    for program in range(programs):
-        begin, stop = program * work // programs, (program + 1) * work // programs
-        position = begin
-        while position < stop:
-            tile = position // groups
-            end = min((tile + 1) * groups, stop)
-            parts.setdefault(tile, []).append((position, end, 2 * program + (position != begin)))
-            position = end
-    for tile in range(tiles):
-        bounds = [bound for first, end, _ in parts[tile] for bound in (first, end)]
-        assert bounds[0] == tile * groups and bounds[-1] == (tile + 1) * groups
-        assert bounds[1:-1:2] == bounds[2::2], "without gaps"
-        first_program = ((tile * groups + 1) * programs - 1) // work
-        last_program = ((tile + 1) * groups * programs - 1) // work
-        read = [2 * i + (i * work // programs // groups != tile) for i in range(first_program, last_program + 1)]
-        assert read == [part for *_, part in parts[tile]]
+def test_which_rows_use_the_kernel() -> None:
+    """On other GPUs none do. Wide weights are left to the register GEMM where half a tile would be empty."""
+    for n, k in SHAPES:
+        rows = [rows for rows in range(2, MAX_HOPPER_ROWS + 1) if choose_tile(rows, n, k, 2, True, True) == TILE]
+        assert rows == [*range(129, 257), *range(385 if n == 28672 else 257, 2049)]
+        for few in range(2, MAX_INTERLEAVED_ROWS + 1, 7):
+            assert isinstance(choose_tile(few, n, k, 2, True), RegisterGemmTile)
 
 
-def test_only_hopper_uses_the_tiles() -> None:
-    for rows in range(2, 1000, 7):
-        for n, k in SHAPES:
-            is_hopper_tile = isinstance(choose_tile(rows, n, k, 2, True, True), HopperGemmTile)
-            assert is_hopper_tile == (rows >= MIN_HOPPER_ROWS)
-            if rows <= MAX_INTERLEAVED_ROWS:
-                assert isinstance(choose_tile(rows, n, k, 2, True), RegisterGemmTile)
-
-
-def test_any_number_of_rows_is_fused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_rows_are_fused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = weight_tensors(CASE, 64, 256)
-    assert not is_fusable(INTERLEAVED[CASE][0], 100_000, torch.bfloat16, tensors)
+    assert not is_fusable(INTERLEAVED[CASE][0], MAX_INTERLEAVED_ROWS + 1, torch.bfloat16, tensors)
     monkeypatch.setattr(hopper_gemm, "supports_wgmma", lambda device: True)
-    assert is_fusable(INTERLEAVED[CASE][0], 100_000, torch.bfloat16, tensors)
+    assert is_fusable(INTERLEAVED[CASE][0], MAX_HOPPER_ROWS, torch.bfloat16, tensors)
+    assert not is_fusable(INTERLEAVED[CASE][0], MAX_HOPPER_ROWS + 1, torch.bfloat16, tensors)
 
 
 @pytest.mark.parametrize(("capability", "is_supported"), [((8, 9), False), ((9, 0), True), ((10, 0), False)])
@@ -215,7 +184,7 @@ def assert_agrees_with_rounded_values(case: str, y: Tensor, x: Tensor, tensors: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [64, 65, 127, 128, 129, 160, 255, 256, 257, 384, 511, 513, 1024, 1100, 4096])
+@pytest.mark.parametrize("rows", [129, 160, 255, 256, 257, 384, 385, 511, 513, 1024, 1100, 2048])
 def test_products_agree_around_the_borders_of_tiles(
     rows: int, form: str, hopper: None, poisoned_outputs: list[Tensor]
 ) -> None:
@@ -231,19 +200,14 @@ def test_products_agree_around_the_borders_of_tiles(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_parts", [False, True], ids=["tiles", "parts"])
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
 @pytest.mark.parametrize("form", FORMS)
-@each_tile
-def test_each_tile_and_form_agrees(
-    tile: HopperGemmTile, form: str, has_parts: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if has_parts:
-        monkeypatch.setattr(hopper_gemm, "multiprocessors", lambda device: 7)
-    else:
-        monkeypatch.setattr(hopper_gemm, "fit_programs", lambda tile, rows, n, *_: count_hopper_tiles(tile, rows, n))
+def test_any_number_of_parts_agrees(form: str, splits: int, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine groups, so that parts differ by one."""
+    monkeypatch.setattr(hopper_gemm, "fit_hopper_splits", lambda *_: splits)
     for rows, dtype in ((3, torch.bfloat16), (300, torch.float16)):
         x, tensors, extras = product(CASE, rows, form, dtype, "cuda", n=1056, k=1152)
-        y = run(CASE, x, tensors, extras, tile=tile)
+        y = run(CASE, x, tensors, extras, tile=TILE)
         assert_agrees_with_rounded_values(CASE, y, x, tensors, extras)
         with pytest.raises(AssertionError):
             assert_agrees_with_rounded_values(CASE, y, x, [tensors[0], tensors[1].roll(-1, 1)], extras)
@@ -251,7 +215,7 @@ def test_each_tile_and_form_agrees(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", INTERLEAVED)
-@pytest.mark.parametrize("rows", [70, 300])
+@pytest.mark.parametrize("rows", [150, 300])
 def test_groups_of_any_width_agree(case: str, rows: int, hopper: None) -> None:
     """One of them is as wide as the weight."""
     x, tensors, extras = product(case, rows, "added", torch.bfloat16, "cuda", n=4096, k=768)
@@ -273,17 +237,16 @@ def test_all_codes_have_their_values(dtype: torch.dtype, hopper: None) -> None:
     """Each row of the input is 1 in one column, so that the product is the weight, exactly."""
     weight = torch.arange(64, dtype=torch.uint8) * 37 + torch.arange(256, dtype=torch.uint8)[:, None]
     tensors = [weight.cuda(), torch.full((256, 1), 0.5, dtype=torch.bfloat16, device="cuda")]
-    y = run("int4 in groups of 128", torch.eye(128, dtype=dtype, device="cuda"), tensors, {"gated": False})
+    y = run(CASE, torch.eye(128, dtype=dtype, device="cuda"), tensors, {"gated": False}, tile=TILE)
     assert torch.equal(y, SCHEMES["int4_bfloat16_interleaved"].dequantise(tensors, dtype).T)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", HOPPER_GEMM_TILES, ids=lambda tile: tile.name)
-def test_runs_of_a_product_are_equal(tile: HopperGemmTile, hopper: None) -> None:
+def test_runs_of_a_product_are_equal(hopper: None) -> None:
     for n, k in ((28672, 4096), (4096, 14336)):
         x, tensors, extras = product(CASE, 300, "plain", device="cuda", n=n, k=k)
-        first = run(CASE, x, tensors, extras, tile=tile)
-        differs = [(run(CASE, x, tensors, extras, tile=tile) != first).any() for _ in range(60)]
+        first = run(CASE, x, tensors, extras, tile=TILE)
+        differs = [(run(CASE, x, tensors, extras, tile=TILE) != first).any() for _ in range(60)]
         assert not torch.stack(differs).any()
 
 
