@@ -8,6 +8,7 @@ the same stem, and all files in the same folder of Triton's cache. Does not impo
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -51,14 +52,18 @@ class FileAccessTracker:
 
     def paths(self) -> list[str]:
         """The recorded cache files that exist now, and their companions: sorted, relative to the folder."""
-        root = Path(self.folder)
+        root, real_path, list_files = Path(self.folder), functools.cache(os.path.realpath), functools.cache(_list_files)
         files: set[Path] = set()
         for name in list(self._opened_paths):
-            path = Path(os.path.realpath(name))
-            if path.is_dir() and path.parent == root / TRITON_DIR:
-                files.update(child for child in path.iterdir() if child.is_file())
-            if path.is_file() and path.is_relative_to(root) and is_cache_file(path.relative_to(root).as_posix()):
-                files.update(_companion_files(root, path))
+            folder, _, base = name.rpartition("/")
+            path = Path(real_path(folder), base)
+            if base not in list_files(path.parent):  # a folder, a link, or a file that does not exist
+                path = Path(os.path.realpath(name))
+            siblings = list_files(path.parent)
+            if path.parent == root / TRITON_DIR and path.name not in siblings:
+                files.update(path / child for child in list_files(path))
+            elif path.name in siblings and path.is_relative_to(root) and is_cache_file(str(path.relative_to(root))):
+                files.update(_companion_files(root, path, siblings))
         return sorted(path for path in (file.relative_to(root).as_posix() for file in files) if is_cache_file(path))
 
 
@@ -100,15 +105,23 @@ def _count_outputs(command: object, folder: str) -> None:
         libraries_compiled += outputs[0].endswith(".so")
 
 
-def _companion_files(root: Path, path: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> frozenset[str]:
+    """Names of the regular files in a folder, without links. Empty if it is not a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return frozenset(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+    except OSError:
+        return frozenset()
+
+
+def _companion_files(root: Path, path: Path, siblings: frozenset[str]) -> Iterator[Path]:
     """`path` and the files used with it: all files of its folder in Triton's cache, else those with the same stem.
 
-    The stem ends at the first dot.
+    The stem ends at the first dot. `siblings`: the files of the folder.
     """
     parts = path.relative_to(root).parts
     is_kernel = parts[0] == TRITON_DIR and len(parts) > 2
     stem = path.name.partition(".")[0]
-    for sibling in path.parent.iterdir():
-        is_companion = is_kernel or sibling.name.partition(".")[0] == stem
-        if is_companion and sibling.is_file() and not sibling.is_symlink():
-            yield sibling
+    for name in siblings:
+        if is_kernel or name.partition(".")[0] == stem:
+            yield path.parent / name
