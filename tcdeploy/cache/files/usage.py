@@ -3,7 +3,7 @@
 torch does not report which files a start uses. `FileAccessTracker` records them from Python's audit events while the
 buckets are warmed: files that are opened, loaded as a library, renamed or passed to a subprocess. C++ code in torch and
 Triton opens further files without an audit event, so the companions of a recorded file count as used too: files with
-the same stem, and all files in the same folder of Triton's cache. Does not import torch.
+the same stem, and all files in the same folder of Triton's cache, but not intermediate code. Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tcdeploy.cache.files.records import is_cache_file
 from tcdeploy.cache.folder.layout import TRITON_DIR
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.inductor.vector_tests import is_vector_test
+from tcdeploy.torch_compat.triton.intermediate_code import INTERMEDIATE_CODE
 
 
 class FileAccessTracker:
@@ -64,7 +65,8 @@ class FileAccessTracker:
                 files.update(path / child for child in list_files(path))
             elif path.name in siblings and path.is_relative_to(root) and is_cache_file(str(path.relative_to(root))):
                 files.update(_companion_files(root, path, siblings))
-        return sorted(path for path in (file.relative_to(root).as_posix() for file in files) if is_cache_file(path))
+        paths = (file.relative_to(root).as_posix() for file in files)
+        return sorted(path for path in paths if is_cache_file(path) and not _is_intermediate_code(path))
 
 
 @contextmanager
@@ -103,6 +105,10 @@ def _count_outputs(command: object, folder: str) -> None:
     if any(path.startswith(folder) for path in outputs) and not any(map(is_vector_test, words)):
         compile_refusal.check("a C++ library")
         libraries_compiled += outputs[0].endswith(".so")
+
+
+def _is_intermediate_code(path: str) -> bool:
+    return path.startswith(f"{TRITON_DIR}/") and path.endswith(INTERMEDIATE_CODE)
 
 
 def _list_files(folder: Path) -> frozenset[str]:
