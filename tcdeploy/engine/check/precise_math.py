@@ -37,7 +37,7 @@ def precise_math(low: torch.dtype, high: torch.dtype, has_convolutions: bool = T
     has_convolutions: whether the block may call torch.conv1d. Without it, calls of torch take half the CPU time.
     """
     biases = _BiasAfterConvolution() if has_convolutions else contextlib.nullcontext()
-    with biases, dispatch_mode.handle_operations(_Raising(low, high), is_uncompiled=True):
+    with biases, dispatch_mode.handle_operations(_Raising(low, high)):
         yield
 
 

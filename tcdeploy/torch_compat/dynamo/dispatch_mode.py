@@ -25,21 +25,16 @@ def supported() -> bool:
     return find(f"{DISPATCH_MODE}.__torch_dispatch__") is not None
 
 
-def handle_operations(handler: Handler, is_uncompiled: bool = False) -> contextlib.AbstractContextManager[Any]:
-    """Within the block, `handler` runs instead of each operation. It may call the operation itself.
-
-    `is_uncompiled`: the block calls no compiled function, so Dynamo need not be kept from tracing the handler, which
-    takes as long as a short operation.
-    """
+def handle_operations(handler: Handler) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, `handler` runs instead of each operation. It may call the operation itself."""
 
     def __torch_dispatch__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return handler(func, args, kwargs or {})
 
-    members: dict[str, Any] = {"__torch_dispatch__": __torch_dispatch__}
-    if is_uncompiled:
-        members["_should_skip_dynamo"] = classmethod(lambda _: False)  # described by TorchDispatchMode
     base: Any = find(DISPATCH_MODE)
-    mode: contextlib.AbstractContextManager[Any] = type("HandlerMode", (base,), members)()
+    mode: contextlib.AbstractContextManager[Any] = type(
+        "HandlerMode", (base,), {"__torch_dispatch__": __torch_dispatch__}
+    )()
     return mode
 
 
