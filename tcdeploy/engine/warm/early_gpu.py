@@ -136,6 +136,7 @@ def precompile_kernels(
     except Exception as error:  # of torch, Triton or CUDA, which share no base class
         log.info("not all kernels are compiled in advance: %s", error)
     runner.row_assignment.clear()
+    runner.filled_state = None
 
 
 def launch_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool) -> None:
@@ -146,6 +147,7 @@ def launch_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: Chec
     with runner.uncounted_steps():
         for bucket in buckets:
             _launch_kernels_of(runner, bucket, prompts)
+            runner.filled_state = None  # launches that only compile write no keys and values
         if samples:
             runner.launch_sampling_kernels()
 
