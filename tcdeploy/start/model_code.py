@@ -17,7 +17,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ from tcdeploy.start.auto_programs import may_use_packages
 from tcdeploy.start.blind.first_start import check_first_start, loading_reference_products, report_other_targets
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
-from tcdeploy.start.hashing import hash_in_advance
+from tcdeploy.start.hashing import hash_in_advance, hashing_sources
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
 from tcdeploy.start.planned import PlannedModel, StartRequest
 from tcdeploy.start.record.factors import start_factors
@@ -74,7 +74,6 @@ from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.inductor.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler
 from tcdeploy.torch_compat.inductor.graph_cache_keys import pickle_memory_formats_by_name
-from tcdeploy.torch_compat.inductor.installation_hashes import start_hashing
 from tcdeploy.torch_compat.inductor.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.triton.kernel import stop_recording_kernels
@@ -99,7 +98,7 @@ class ModelCode:
     def __init__(self, request: StartRequest, cleanup: ExitStack) -> None:
         """`cleanup` ends the threads that initialise the GPU and read the weights, the compile workers, and more."""
         self._request, self._cleanup = request, cleanup
-        self._gpu_setup, self._weight_reading, self._hashing = (cleanup.enter_context(ExitStack()) for _ in range(3))
+        self._gpu_setup, self._weight_reading = (cleanup.enter_context(ExitStack()) for _ in range(2))
         self._model: PreTrainedModel | None = None  # until the runner has it
         self._weights_read: ReadTotal | None = None
         self._uses_stored_reference = False
@@ -123,7 +122,8 @@ class ModelCode:
         """Lease the plan, and begin to read the weights, if they are traced."""
         plan, traced = self.planned.plan, self.planned.traced_model
         require_caches(plan)
-        self._hashing.callback(hash_in_advance(self.planned))
+        if plan.programs == "jit":
+            hash_in_advance(is_first_start=False)
         self._staging = activate_plan(self.planned, plan.key)
         self._gpu_setup.close()
         if traced is not None:
@@ -144,7 +144,7 @@ class ModelCode:
             check_first_start(earlier, planned.environment, staging)
             self._gpu_setup.enter_context(loading_reference_products(planned, self.prompts))
         if planned.plan.programs == "aot":
-            start_hashing(compiles=not self._is_first_start)
+            hash_in_advance(self._is_first_start)
         compiles_here = self._is_cold and not request.eager
         if compiles_here:
             import_compiler()  # otherwise its seconds would be those of the first bucket
@@ -170,7 +170,8 @@ class ModelCode:
         """Read the reference, or compute it."""
         self._gpu_setup.close()
         planned, plan = self.planned, self.planned.plan
-        with compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
+        hashing = hashing_sources(planned) if self._is_first_start and plan.programs == "aot" else nullcontext()
+        with hashing, compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()
             stored = None
             # A difference from a stored reference needs the model to be loaded again, which a server cannot do.
@@ -180,7 +181,6 @@ class ModelCode:
                 self.checker = ParityChecker(
                     self.runner, planned.architecture, planned.config, stored, progress=self._request.progress
                 )
-        self._hashing.close()
         self._uses_stored_reference = stored is not None
 
     @cached_property
@@ -377,7 +377,7 @@ def compile_buckets(
     planned = decide(recipe)
     count_start()
     import_compiler()
-    hash_in_advance(planned)
+    hash_in_advance(is_first_start=False)
     staging = activate_plan(planned, plan_key)
     restore_plan(staging, plan_key, rebuild=False)
     copy_finished_buckets(staging)  # buckets of a killed start that the first process has taken over

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -171,7 +171,7 @@ def test_a_file_that_is_no_kernel_is_not_examined(tmp_path: Path, monkeypatch: p
 def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     tmp_path: Path, filled_packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tcdeploy.start import hashing, loaded_start, model_code
+    from tcdeploy.start import loaded_start, model_code
     from tcdeploy.start.prepare import prepare
 
     folder = Path(shutil.copytree(filled_packages, tmp_path / "cache"))
@@ -183,26 +183,13 @@ def test_a_first_start_leaves_the_times_of_steps_to_the_idle_engine(
     blind = BlindBuild(H200, ())
     write_manifest(path, dataclasses.replace(manifest, buckets=records, files=files, blind=blind, step_costs=None))
     monkeypatch.setattr(model_code, "check_first_start", lambda *_: None)
-    events: list[str] = []
-    hash_sources, make_checker = hashing._hash_sources, model_code.ModelCode.make_checker
-
-    def hash_late(planned: Any) -> None:
-        time.sleep(0.5)
-        hash_sources(planned)
-        events.append("hashed")
-
-    monkeypatch.setattr(hashing, "_hash_sources", hash_late)
-
-    def make(*args: Any) -> None:
-        make_checker(*args)
-        events.append("reference")
-
-    monkeypatch.setattr(model_code.ModelCode, "make_checker", make)
+    hashing = mock.Mock(wraps=model_code.hashing_sources)
+    monkeypatch.setattr(model_code, "hashing_sources", hashing)
     monkeypatch.setattr(loaded_start, "measure_step_costs", None)  # a call of it raises
     recipe = Recipe(model=TINY, device="cpu", buckets=(32,), batch_sizes=(4,), programs="aot", cache_dir=str(folder))
     deployed = prepare(recipe, serves=True)
     assert {item.outcome for item in deployed.records} <= {"hit", "reused"} and deployed.engine.clock is None
-    assert events == ["hashed", "reference"]
+    hashing.assert_called_once()  # while the reference is computed
     manifest = read_manifest(path)
     assert manifest is not None and manifest.has_run and manifest.step_costs is None
     assert deployed.engine.capture_next_graph()
