@@ -7,15 +7,18 @@ long. Does not import torch.
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from tcdeploy.host.gc_policy import freeze_imported_objects
@@ -34,15 +37,20 @@ class ImportTimer:
         self.not_kept: Counter[str] = Counter()  # those of them whose bytecode Python has not written
         self._nested = [0.0]  # seconds of the modules that each module being imported has imported so far
         self._thread = 0
-        self._originals: list[tuple[type, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
         self._depth = 0  # calls of `start` without their `stop`
 
     def start(self) -> None:
-        """Patch the loaders of Python, which have no hook for this, until the `stop` that belongs to this call."""
+        """Patch the loaders of Python, which have no hook for this, until the `stop` that belongs to this call.
+
+        And `inspect.getmodule`, which makes half of the system calls of an import of torch and transformers.
+        """
         self._depth += 1
         if self._depth > 1:
             return
         self._thread = threading.get_ident()
+        self._originals.append((inspect, "getmodule", inspect.getmodule))
+        inspect.getmodule = partial(_find_module, inspect.getmodule)
         for loader in (SourceFileLoader, ExtensionFileLoader):
             for name in ("create_module", "exec_module"):
                 self._originals.append((loader, name, loader.__dict__.get(name)))
@@ -94,6 +102,15 @@ class ImportTimer:
                 self._nested[-1] += seconds
 
         return timed_load
+
+
+def _find_module(find: Callable[..., ModuleType | None], item: Any, *args: Any, **kwargs: Any) -> ModuleType | None:
+    """The module of a frame. `find` resolves the paths of all imported modules, and torch calls it for 150 frames."""
+    if isinstance(item, FrameType):
+        module = sys.modules.get(item.f_globals.get("__name__", ""))
+        if module is not None and getattr(module, "__file__", None) == item.f_code.co_filename:
+            return module
+    return find(item, *args, **kwargs)
 
 
 def describe_imports(seconds: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
 """Determines the Architecture of a model by running it on fake tensors and recording its calls of attention.
 
-There is no list of model names. The model is built from its config under FakeTensorMode (no memory, about 0.1 s for
-8B) and runs once. If the paged ops can serve its calls of attention, and mechanisms its other layers, they become an
+There is no list of model names. The model is built from its config on tensors without data (about 0.1 s for 8B) and
+runs once. If the paged ops can serve its calls of attention, and mechanisms its other layers, they become an
 `Architecture`; otherwise one error lists all reasons why the model is refused.
 
 Rejected: reading head counts from the config. Attribute names differ between families, and no config says whether a
@@ -43,8 +43,9 @@ from tcdeploy.models.slot_layers import ProbedMechanism, SlotRecorder
 from tcdeploy.models.weight_bytes import PROBE_DTYPE, weight_bytes
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, LayerState, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
+from tcdeploy.torch_compat.dynamo import dispatch_mode
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
-from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
+from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors, only_meta_tensors
 from tcdeploy.torch_compat.transformers.experts_interface import supports_experts_interface
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
@@ -90,10 +91,15 @@ def probe_model(
     """The Architecture, and the model with fake tensors, whose quantised layers are converted.
 
     `mechanisms`: those that keep state in slots. Raises UnsupportedModelError.
+
+    Meta tensors are tried first. If they fail for any reason, the result is that of fake tensors.
     """
+    if dispatch_mode.supported() and not trust_remote_code and not quantisation_method(config):
+        with contextlib.suppress(Exception):
+            return _probe(config, False, mechanisms, Refusals(config.model_type), only_meta_tensors())
     refusals = Refusals(config.model_type)
     try:
-        return _probe(config, trust_remote_code, mechanisms, refusals)
+        return _probe(config, trust_remote_code, mechanisms, refusals, fake_tensors())
     except TcdeployError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -103,14 +109,20 @@ def probe_model(
 
 
 def _probe(
-    config: PreTrainedConfig, trust_remote_code: bool, mechanisms: Collection[ProbedMechanism], refusals: Refusals
+    config: PreTrainedConfig,
+    trust_remote_code: bool,
+    mechanisms: Collection[ProbedMechanism],
+    refusals: Refusals,
+    without_data: contextlib.AbstractContextManager[None],
 ) -> ProbedModel:
     name, text_config = config.model_type, config.get_text_config()
     positions, linear_recorder = PositionTracer(PROBE_TOKENS), _LinearRecorder()
     slot_recorder = SlotRecorder(mechanisms, positions)
     with refusals.collecting():
         check_layers(config, slot_recorder.layer_types)
-    model, layer_states = _record_layers(config, trust_remote_code, slot_recorder, positions, linear_recorder, refusals)
+    model, layer_states = _record_layers(
+        config, trust_remote_code, slot_recorder, positions, linear_recorder, refusals, without_data
+    )
     if positions.counts_tokens or (model is not None and _numbers_tokens(model)):
         problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
         refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
@@ -174,13 +186,17 @@ def _record_layers(
     positions: PositionTracer,
     linear_recorder: _LinearRecorder,
     refusals: Refusals,
+    without_data: contextlib.AbstractContextManager[None],
 ) -> tuple[nn.Module | None, tuple[LayerState, ...]]:
-    """Build and run the model on fake tensors. Adds problems to `refusals`; the result is partial if there are any."""
+    """Build and run the model in the block `without_data`.
+
+    Adds problems to `refusals`; the result is partial if there are any.
+    """
     model: nn.Module | None = None
     recorder = AttentionRecorder(positions)
     ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION] = recorder
     try:
-        with quiet_transformers(), fake_tensors(), torch.no_grad(), refusals.collecting():
+        with quiet_transformers(), without_data, torch.no_grad(), refusals.collecting():
             try:
                 model = _build(config, trust_remote_code)
                 slot_recorder.install(model)

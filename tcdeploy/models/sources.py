@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Top-level packages whose sources are not hashed file by file: the plan's key has torch's version.
 UNHASHED_PACKAGES = {"torch", "tcdeploy", *sys.stdlib_module_names}
 PACKAGE = "transformers"
+FREE_TOOLS = (3, 4)  # identifiers of sys.monitoring that Python reserves for no kind of tool
 
 
 def model_sources(model: nn.Module) -> dict[str, str]:
@@ -59,7 +60,19 @@ def source_files(model: nn.Module) -> set[str]:
 
 @contextmanager
 def record_executed_files(files: set[str]) -> Iterator[None]:
-    """Add to `files` the source file of each Python function that this thread calls within the block."""
+    """Add to `files` the source file of each Python function that this thread calls within the block.
+
+    From Python 3.12 on, also those of other threads, and each function is recorded at its first call only.
+    """
+    monitoring: Any = getattr(sys, "monitoring", None)
+    tool = next((number for number in FREE_TOOLS if monitoring.get_tool(number) is None), None) if monitoring else None
+    with _recording_all_calls(files) if tool is None else _recording_first_calls(files, monitoring, tool):
+        yield
+
+
+@contextmanager
+def _recording_all_calls(files: set[str]) -> Iterator[None]:
+    """Also each call and return of a function in C is reported, which makes Python slower."""
 
     def on_event(frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
@@ -71,6 +84,24 @@ def record_executed_files(files: set[str]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(previous)
+
+
+@contextmanager
+def _recording_first_calls(files: set[str], monitoring: Any, tool: int) -> Iterator[None]:
+    def on_start(code: CodeType, offset: int) -> Any:
+        files.add(code.co_filename)
+        return monitoring.DISABLE  # of this function
+
+    monitoring.use_tool_id(tool, __name__)
+    try:
+        monitoring.register_callback(tool, monitoring.events.PY_START, on_start)
+        monitoring.restart_events()  # of functions that an earlier block has disabled
+        monitoring.set_events(tool, monitoring.events.PY_START)
+        yield
+    finally:
+        monitoring.set_events(tool, monitoring.events.NO_EVENTS)
+        monitoring.register_callback(tool, monitoring.events.PY_START, None)
+        monitoring.free_tool_id(tool)
 
 
 def digest_sources(files: Iterable[str]) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Imports transformers without packages that only other models and uses of it need.
 
 If they are installed, transformers imports scikit-learn for assisted generation (up to 5.17), scipy for the losses of
-object detectors, and torchvision for images, with whatever these import. On an H100 machine, scipy and pandas took
-0.8 of 17.8 s of a start with compiled programs. transformers then takes them for not installed for the life of the
-process, so this is done only in processes of the command line. Other code may import the packages afterwards.
-transformers itself is imported with fewer reads of files (torch_compat/transformers/fast_import.py). Does not import
-torch.
+object detectors, torchvision for images and torchaudio for sound (up to 5.17), with whatever these import. On an H100
+machine, scipy and pandas took 0.8 of 17.8 s of a start with compiled programs. transformers then takes them for not
+installed for the life of the process, so this is done only in processes of the command line. Other code may import the
+packages afterwards. transformers itself is imported with fewer reads of files
+(torch_compat/transformers/fast_import.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import importlib
 import importlib.util
 import sys
 
-PACKAGES = ("sklearn", "scipy", "pandas", "torchvision")
-IMPORTERS = ("transformers.loss.loss_utils", "transformers.generation.candidate_generator")
+PACKAGES = ("sklearn", "scipy", "pandas", "torchvision", "torchaudio")
+IMPORTERS = (
+    "transformers.loss.loss_utils", "transformers.generation.candidate_generator", "transformers.audio_utils",
+)  # fmt: skip
 _is_fast_import_enabled = False
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from tcdeploy.cache.files.records import DamagedFile, FileRecord, find_damage, hash_files, is_cache_file
 from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.torch_compat.triton.intermediate_code import INTERMEDIATE_CODE
 from tests.conftest import ROOT
 
 EXTENSION = Path(_ctypes.__file__)  # a shared library of every Python
@@ -111,9 +112,11 @@ def test_files_with_the_same_stem_are_recorded_too(folder: Path) -> None:
     assert used.paths() == ["ab/cabc.cpp", "ab/cabc.main.cpp", "ab/cabc.main.so"]
 
 
-def test_a_folder_of_triton_s_cache_is_recorded_whole(folder: Path) -> None:
+def test_a_folder_of_triton_s_cache_is_recorded_without_intermediate_code(folder: Path) -> None:
     for name in ("KEY/kernel.cubin", "KEY/kernel.json", "KEY/__grp__kernel.json", "OTHER/kernel.cubin"):
         put(folder, f"triton/{name}")
+    for suffix in INTERMEDIATE_CODE:
+        put(folder, f"triton/KEY/kernel{suffix}")
     put(folder, "triton/KEY/tmp.pid_1/kernel.ptx")
     with FileAccessTracker(folder).track() as used:
         (folder / "triton" / "KEY" / "kernel.json").read_bytes()

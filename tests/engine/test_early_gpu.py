@@ -37,6 +37,7 @@ class Runner:
         self.row_assignment = SimpleNamespace(clear=lambda: self.steps.append("cleared"))
         self.steps: list[object] = []
         self.counts = True
+        self.filled_state: str | None = None
 
     @contextlib.contextmanager
     def uncounted_steps(self) -> Iterator[None]:
@@ -56,8 +57,9 @@ class Runner:
 @pytest.fixture(autouse=True)
 def check_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(runner: Any, bucket: Bucket, prompts: Any) -> None:
-        assert not runner.counts
+        assert not runner.counts and runner.filled_state is None
         runner.steps.append(prompts)
+        runner.filled_state = "filled"
 
     monkeypatch.setattr(early_gpu, "run_check_steps", run)
 
@@ -66,6 +68,12 @@ def test_the_largest_and_smallest_early_sizes_are_run_with_and_without_rows() ->
     runner: Any = Runner()
     precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
     assert runner.steps == ["prompts", (2048, 32), (2048, 0), (64, 32), (64, 0), "sampling", "cleared"]
+
+
+def test_launches_that_only_compile_fill_no_state() -> None:
+    runner: Any = Runner()
+    precompile_kernels(runner, [BUCKET, BUCKET], "prompts")  # type: ignore[arg-type]
+    assert runner.steps.count("prompts") == 2 and runner.filled_state is None
 
 
 def test_eager_buckets_have_no_graphs() -> None:

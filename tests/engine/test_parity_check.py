@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,11 +131,12 @@ def make_checker(
     """A checker whose comparisons have these results and outliers, and the numbers of the attempts it made."""
     checker: Any = object.__new__(ParityChecker)
     made: list[int] = []
-    checker._runner, checker._is_stored = None, False
+    checker._runner, checker._is_stored = SimpleNamespace(filled_state="filled"), False
     checker._prompts_and_reference = lambda number: (number, None)
     checker._reference_changed = lambda: reference_changed
 
     def check(_: Any, __: Bucket, number: int, ___: None) -> ParityCheck:
+        assert (checker._runner.filled_state is None) == bool(made), "a bucket may overwrite what is checked"
         made.append(number)
         parity, rows = results[number]
         return ParityCheck(parity, frozenset(rows), NO_TOKENS, NO_TOKENS)

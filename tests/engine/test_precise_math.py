@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from tcdeploy.engine.check.precise_math import precise_math
+from tcdeploy.engine.check.precise_math import has_convolutions, precise_math
 
 
 @pytest.mark.parametrize("as_keyword", [True, False])
@@ -28,6 +28,18 @@ def test_a_convolution_with_a_bias(low: str, high: str, as_keyword: bool) -> Non
     expected = functional.conv1d(x.double(), weight.double(), bias.double(), padding=3, groups=8)
     assert y.dtype == high_dtype
     assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_results_do_not_depend_on_the_handling_of_convolutions() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8)).to(torch.bfloat16)
+    assert not has_convolutions(model) and has_convolutions(nn.Conv1d(4, 4, 3))
+    results = []
+    for handles_convolutions in (True, False):
+        with torch.no_grad(), precise_math(torch.bfloat16, torch.float32, handles_convolutions):
+            results.append(model(torch.tensor([[3, 1, 4]])))
+    assert torch.equal(*results) and results[0].dtype == torch.float32
+    assert_close(results[0], model.float()(torch.tensor([[3, 1, 4]])), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("as_embedding", [True, False])

@@ -69,6 +69,23 @@ def test_on_a_gpu_all_passes_have_the_same_number_of_tokens() -> None:
     assert counts == {7 * 48}
 
 
+def test_on_a_gpu_long_prompts_that_fit_together_are_computed_in_one_pass() -> None:
+    """The prompts of a bucket of 2048 tokens have 1279, 512 and 256 tokens."""
+    buckets = (Bucket("prefill", 2048), *BUCKETS)
+    runner: Any = FakeRunner("cuda", buckets)
+    prompts = make_prompts(runner)
+    batches = _batches(runner.plan, prompts)
+    assert [len(batch.token_ids) for batch in batches] == [1, 2, 7]
+    assert len({sum(map(len, batch.token_ids)) for batch in batches}) == 1
+    references, alone = compute_references(runner, prompts, "sdpa"), FakeRunner("cpu", buckets)
+    for prefix, logits in references.rows.items():
+        tokens = prompts.token_ids(prefix)
+        assert torch.equal(logits.eager, runner.reference_logits([tokens], [len(tokens) - 1], "")[0, 0])
+    expected = compute_references(alone, prompts, "sdpa")  # type: ignore[arg-type]
+    assert references.rows.keys() == expected.rows.keys()
+    assert len(references.sampled_distances) == len(expected.sampled_distances) == NUM_LONG_PROMPTS * 8
+
+
 @pytest.mark.parametrize("changes", [{"context": 64}, {"context": 16}])
 def test_no_prompt_is_longer_than_the_context(changes: dict[str, int]) -> None:
     runner: Any = FakeRunner("cuda", (Bucket("prefill", 16), Bucket("decode", 8)), **changes)

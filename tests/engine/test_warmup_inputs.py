@@ -21,8 +21,9 @@ def make_runner(**changes: Any) -> Any:
     values = {"kv_blocks": 100, "block_size": 16, "context": 2048, "max_prefill_sequences": 4, "slots": 0}
     plan = SimpleNamespace(**{**values, "prefill_buckets": (PREFILL,), **changes})
     return SimpleNamespace(
-        plan=plan, vocab_size=300, batch_allocator=lambda: BlockAllocator(plan.kv_blocks, plan.block_size)
-    )
+        plan=plan, vocab_size=300, batch_allocator=lambda: BlockAllocator(plan.kv_blocks, plan.block_size),
+        filled_state=None, has_model=True, row_assignment=SimpleNamespace(apply=lambda batch: None),
+    )  # fmt: skip
 
 
 def lengths(batch: Any) -> list[int]:
@@ -85,7 +86,7 @@ def test_rows_that_are_not_compared_are_filled_in_few_steps(changes: dict[str, i
             for index, token in enumerate(chunk.token_ids):
                 written.setdefault(chunk.blocks[index // 16], []).append(token)
 
-    runner.run, runner.has_model = run, True
+    runner.run = run
     batch.fill_state()
     assert num_steps == steps
     for row, sequence in enumerate(batch.sequences):
@@ -95,3 +96,56 @@ def test_rows_that_are_not_compared_are_filled_in_few_steps(changes: dict[str, i
         if row in checked_rows(batch.bucket, 64):
             assert tokens == [row] * (len(sequence.token_ids) - 1)
     assert not written
+
+
+class RecordingRunner:
+    """Counts the prefill steps of `make_runner`. As in ModelRunner, each step resets `filled_state`."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.runner = make_runner(**{"kv_blocks": 1000, "prefill_buckets": (Bucket("prefill", 256),), **changes})
+        self.runner.run = self._run
+        self.num_prefills = 0
+
+    def _run(self, step: Any) -> None:
+        self.num_prefills += bool(step.chunks)
+        self.runner.filled_state = None
+
+    def batch(self, size: int, changed: int = 0) -> Any:
+        """Of a decode bucket. The compared rows of all sizes have the same tokens, shifted by `changed`."""
+        rows = checked_rows(Bucket("decode", size), size)
+        token_ids = [[100] * 16 for _ in range(size)]
+        for number, row in enumerate(rows):
+            token_ids[row] = [number + changed] * (40 - number)
+        return inputs._make_batch(self.runner, Bucket("decode", size), token_ids, blocks_first=rows)
+
+    def fill(self, batch: Any) -> int:
+        """The number of prefill steps that it takes. The batch then decodes."""
+        before = self.num_prefills
+        batch.fill_state()
+        batch.run()
+        return self.num_prefills - before
+
+
+def test_compared_rows_of_smaller_buckets_need_not_be_filled_again() -> None:
+    recording = RecordingRunner()
+    assert [recording.fill(recording.batch(size)) > 0 for size in (64, 64, 20, 8, 1)] == [True, *[False] * 4]
+    assert recording.fill(recording.batch(128)), "blocks of rows that are not compared may hold NaN"
+    assert recording.fill(recording.batch(8, changed=1))
+
+
+def test_rows_are_filled_again_if_another_step_may_have_changed_their_blocks() -> None:
+    recording = RecordingRunner()
+    for disturb in (
+        lambda: recording.runner.run(SimpleNamespace(chunks=())),
+        lambda: make_timing_batch(recording.runner, Bucket("decode", 8), length=40).run(),
+        lambda: recording.batch(8, changed=1).run(),
+        lambda: make_timing_batch(recording.runner, Bucket("prefill", 256)).run(),
+    ):
+        assert recording.fill(recording.batch(8)) and not recording.fill(recording.batch(8))
+        disturb()
+    assert recording.fill(recording.batch(8))
+
+
+def test_state_in_slots_is_filled_for_each_bucket() -> None:
+    recording = RecordingRunner(slots=65)
+    assert all(recording.fill(recording.batch(size)) for size in (16, 16, 8))

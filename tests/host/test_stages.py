@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.host import stages
 from tcdeploy.host.stages import MANY_WITHOUT_BYTECODE, ImportTimer, describe_imports, describe_missing_bytecode
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 
@@ -47,6 +49,18 @@ def test_a_package_is_charged_for_its_own_modules_only(packages: Path) -> None:
         importlib.import_module("outer")
     assert 0.2 <= timer.seconds["inner"] < 2
     assert 0 < timer.seconds["outer"] < 0.2
+
+
+def test_frames_have_the_same_module_while_imports_are_measured() -> None:
+    original, frame = inspect.getmodule, inspect.currentframe()
+    code = "import inspect, types\nmodule = inspect.getmodule(inspect.currentframe())"
+    without_module: dict[str, object] = {"__name__": "gone"}
+    with ImportTimer().measure():
+        assert inspect.getmodule is not original
+        assert inspect.getmodule(frame) is sys.modules[__name__] and inspect.getmodule(ImportTimer) is stages
+        exec(compile(code, stages.__file__, "exec"), without_module)  # type: ignore[arg-type]
+    assert without_module["module"] is stages, "by the file of its code"
+    assert inspect.getmodule is original
 
 
 def test_a_module_without_bytecode_is_counted_once_it_is_compiled(packages: Path) -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tcdeploy.errors import ARCHITECTURE_HINT, UnsupportedModelError
-from tcdeploy.models.probe import PROBE_ATTN_IMPLEMENTATION
+from tcdeploy.models import probe as probe_module
+from tcdeploy.models.probe import PROBE_ATTN_IMPLEMENTATION, probe_model
+from tcdeploy.torch_compat.dynamo.fake_tensors import OtherTensorError, has_data, only_meta_tensors
 from tests.model_families import LAYERS, SUPPORTED, UNSUPPORTED, WINDOW, probe
 
 
@@ -96,8 +100,6 @@ def test_dynamic_rope_with_a_fixed_alpha_is_static() -> None:
 def test_a_forward_pass_that_reads_tensors_on_the_host_is_refused_with_this_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tcdeploy.models import probe as probe_module
-
     monkeypatch.setattr(probe_module, "freeze_rope", lambda model: None)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(UnsupportedModelError, match="its forward pass reads values of tensors on the host") as raised:
@@ -159,3 +161,46 @@ def test_probing_a_large_model_allocates_no_memory(tmp_path: Path) -> None:
     architecture = probe(AutoConfig.for_model("llama", **sizes))
     assert 140e9 < architecture.weight_bytes["bfloat16"] < 142e9
     assert architecture.kv_elements_per_token == 8 * 8 * 2 * 128
+
+
+def refuse_real_tensors(build: Any) -> Any:
+    """So that the first attempt fails, whose tensors are real if `only_meta_tensors` does nothing."""
+
+    def checked(*args: Any) -> Any:
+        model = build(*args)
+        assert not any(has_data(parameter) for parameter in model.parameters())
+        return model
+
+    return checked
+
+
+@pytest.mark.parametrize("family", list(SUPPORTED))
+def test_meta_and_fake_tensors_give_the_same_result(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model(family, **SUPPORTED[family])
+    results = []
+    for is_fake in (False, True):
+        if is_fake:
+            monkeypatch.setattr(probe_module, "only_meta_tensors", torch.no_grad)
+            monkeypatch.setattr(probe_module, "_build", refuse_real_tensors(probe_module._build))
+        probed = probe_model(config)
+        tensors = [*probed.model.named_parameters(), *probed.model.named_buffers()]
+        results.append((probed.architecture, [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]))
+        assert family != "llama" or {tensor.is_meta for _, tensor in tensors} == {not is_fake}
+    assert results[0] == results[1]
+
+
+def test_operations_on_real_tensors_are_refused_among_meta_tensors() -> None:
+    real = torch.ones(2)
+    with only_meta_tensors():
+        assert (torch.ones(2) + torch.arange(2)).is_meta
+        for use in (lambda: real * 2, lambda: torch.ones(2, device="cpu"), lambda: real.sum().item()):
+            with pytest.raises(OtherTensorError):
+                use()
+
+
+def test_a_model_that_reads_a_real_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it would succeed among meta tensors, but such a model cannot be traced."""
+    table, forward = torch.ones(64), LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: forward(self, x) * (table * 2).sum().item())
+    with pytest.raises(UnsupportedModelError, match="its forward pass reads values of tensors on the host"):
+        probe(AutoConfig.for_model("llama", **SUPPORTED["llama"]))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tcdeploy.torch_compat.triton.cache import RELOCATABLE_MANAGER
+from tcdeploy.torch_compat.triton.intermediate_code import INTERMEDIATE_CODE
 from tests.conftest import PACKAGES
 
 triton = pytest.importorskip("triton")
@@ -140,7 +141,7 @@ def test_no_file_of_a_kernel_contains_the_folder_s_path(tmp_path: Path) -> None:
 
 
 BROKEN_LISTS = ("", "[]", "{}", '{"child_paths": 3}', '{"child_paths": {"gone.cubin": "x"}}')
-FILES = ("cubin", "json", "ptx", "ttir", "source")
+FILES = ("cubin", "json", "ptx", *(suffix[1:] for suffix in INTERMEDIATE_CODE))
 
 
 class Damaged(NamedTuple):
@@ -176,12 +177,18 @@ def test_an_unreadable_list_is_a_miss_and_is_rewritten(damaged: dict[str, Damage
     assert list_file.read_text() == original and third == (True, *first[1:])
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", FILES[:3])
 def test_a_kernel_with_a_missing_file_is_compiled_again(damaged: dict[str, Damaged], kind: str) -> None:
     """Triton checks the metadata only, and fails if the binary is missing."""
     _, first, second, third = damaged[kind]
     assert not first.was_hit and not second.was_hit
     assert third == (True, *first[1:])
+
+
+@pytest.mark.parametrize("kind", FILES[3:])
+def test_a_kernel_without_intermediate_code_is_a_hit(damaged: dict[str, Damaged], kind: str) -> None:
+    _, first, second, third = damaged[kind]
+    assert not first.was_hit and second.was_hit and second == third and second.size == first.size
 
 
 @pytest.fixture

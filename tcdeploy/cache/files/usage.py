@@ -3,11 +3,12 @@
 torch does not report which files a start uses. `FileAccessTracker` records them from Python's audit events while the
 buckets are warmed: files that are opened, loaded as a library, renamed or passed to a subprocess. C++ code in torch and
 Triton opens further files without an audit event, so the companions of a recorded file count as used too: files with
-the same stem, and all files in the same folder of Triton's cache. Does not import torch.
+the same stem, and all files in the same folder of Triton's cache, but not intermediate code. Does not import torch.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from tcdeploy.cache.files.records import is_cache_file
 from tcdeploy.cache.folder.layout import TRITON_DIR
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.inductor.vector_tests import is_vector_test
+from tcdeploy.torch_compat.triton.intermediate_code import INTERMEDIATE_CODE
 
 
 class FileAccessTracker:
@@ -51,15 +53,21 @@ class FileAccessTracker:
 
     def paths(self) -> list[str]:
         """The recorded cache files that exist now, and their companions: sorted, relative to the folder."""
-        root = Path(self.folder)
+        root, list_files = Path(self.folder), functools.cache(_list_files)
+        real_path = functools.cache(functools.partial(_real_path, self.folder))
         files: set[Path] = set()
         for name in list(self._opened_paths):
-            path = Path(os.path.realpath(name))
-            if path.is_dir() and path.parent == root / TRITON_DIR:
-                files.update(child for child in path.iterdir() if child.is_file())
-            if path.is_file() and path.is_relative_to(root) and is_cache_file(path.relative_to(root).as_posix()):
-                files.update(_companion_files(root, path))
-        return sorted(path for path in (file.relative_to(root).as_posix() for file in files) if is_cache_file(path))
+            folder, _, base = name.rpartition("/")
+            path = Path(real_path(folder), base)
+            if base not in list_files(path.parent):  # a folder, a link, or a file that does not exist
+                path = Path(os.path.realpath(name))
+            siblings = list_files(path.parent)
+            if path.parent == root / TRITON_DIR and path.name not in siblings:
+                files.update(path / child for child in list_files(path))
+            elif path.name in siblings and path.is_relative_to(root) and is_cache_file(str(path.relative_to(root))):
+                files.update(_companion_files(root, path, siblings))
+        paths = (file.relative_to(root).as_posix() for file in files)
+        return sorted(path for path in paths if is_cache_file(path) and not _is_intermediate_code(path))
 
 
 @contextmanager
@@ -100,15 +108,37 @@ def _count_outputs(command: object, folder: str) -> None:
         libraries_compiled += outputs[0].endswith(".so")
 
 
-def _companion_files(root: Path, path: Path) -> Iterator[Path]:
+def _real_path(root: str, folder: str) -> str:
+    """As os.path.realpath of a folder below `root`, which has no links, with fewer system calls."""
+    part = folder
+    while len(part) > len(root):
+        if os.path.islink(part):
+            return os.path.realpath(folder)
+        part = os.path.dirname(part)
+    return os.path.normpath(folder)
+
+
+def _is_intermediate_code(path: str) -> bool:
+    return path.startswith(f"{TRITON_DIR}/") and path.endswith(INTERMEDIATE_CODE)
+
+
+def _list_files(folder: Path) -> frozenset[str]:
+    """Names of the regular files in a folder, without links. Empty if it is not a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return frozenset(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+    except OSError:
+        return frozenset()
+
+
+def _companion_files(root: Path, path: Path, siblings: frozenset[str]) -> Iterator[Path]:
     """`path` and the files used with it: all files of its folder in Triton's cache, else those with the same stem.
 
-    The stem ends at the first dot.
+    The stem ends at the first dot. `siblings`: the files of the folder.
     """
     parts = path.relative_to(root).parts
     is_kernel = parts[0] == TRITON_DIR and len(parts) > 2
     stem = path.name.partition(".")[0]
-    for sibling in path.parent.iterdir():
-        is_companion = is_kernel or sibling.name.partition(".")[0] == stem
-        if is_companion and sibling.is_file() and not sibling.is_symlink():
-            yield sibling
+    for name in siblings:
+        if is_kernel or name.partition(".")[0] == stem:
+            yield path.parent / name

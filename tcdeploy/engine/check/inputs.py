@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix, checked_rows
@@ -21,6 +21,7 @@ from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.slots import SlotAllocator
 from tcdeploy.engine.schedule.step_batch import StepBatch, prefilled_rows, prompt_batch, prompt_chunk
 from tcdeploy.engine.step.batch import StepOutput
+from tcdeploy.engine.step.filled_state import FilledState
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import force_eager
@@ -46,21 +47,32 @@ class WarmupBatch(NamedTuple):
         if self.bucket.is_prefill:
             chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in self.sequences]
             return self.runner.run(prompt_batch(chunks, self.bucket))
+        filled = self.runner.filled_state
         self.runner.row_assignment.apply(prefilled_rows(self.sequences))
-        return self.runner.run(StepBatch(num_decoding=len(self.sequences)))
+        output = self.runner.run(StepBatch(num_decoding=len(self.sequences)))
+        if filled is not None and filled.is_kept_by(self.sequences):
+            self.runner.filled_state = filled
+        return output
 
     def fill_state(self) -> None:
         """Write the keys, values and slots of all but each sequence's last token, by eager packed prefills.
 
         Rows whose logits are not compared share sequences (`_joined_rows`), so their blocks have the keys and values of
-        other tokens.
+        other tokens. Nothing is written if the cache has these tokens, from the check of a larger bucket.
         """
         checked = set(checked_rows(self.bucket, len(self.sequences)))
         compared, others = list[Sequence](), list[Sequence]()
         for row, sequence in enumerate(self.sequences):
             (compared if row in checked else others).append(sequence)
+        blocks = {block for sequence in self.sequences for block in sequence.blocks}
+        state = FilledState({tuple(sequence.blocks): tuple(sequence.token_ids) for sequence in compared}, blocks)
+        filled = self.runner.filled_state
+        if filled is not None and filled.includes(state):
+            return
         sequences = [*compared, *_joined_rows(others, self.plan)]
         self._fill_state(sequences, [len(sequence.token_ids) - 1 for sequence in sequences])
+        if not self.plan.slots:  # a decode step changes the state in a slot
+            self.runner.filled_state = state
 
     def run_in_two_chunks(self) -> StepOutput:
         """Prefill the first sequence: its beginning eagerly, and the rest, at most half of it, in the bucket.
@@ -96,7 +108,9 @@ class WarmupBatch(NamedTuple):
 def make_check_batch(
     runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
 ) -> WarmupBatch:
-    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
+    """The compared rows of all decode buckets have the same blocks, so that these are filled once (`fill_state`)."""
+    token_ids = [prompts.token_ids(prefix) for prefix in prefixes]
+    return _make_batch(runner, bucket, token_ids, blocks_first=checked_rows(bucket, len(prefixes)))
 
 
 def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
@@ -131,14 +145,19 @@ def timed_context(plan: Plan, bucket: Bucket) -> int:
 
 
 def _make_batch(
-    runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]], allocator: BlockAllocator | None = None
-) -> WarmupBatch:
+    runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]], allocator: BlockAllocator | None = None,
+    blocks_first: Iterable[int] = (),
+) -> WarmupBatch:  # fmt: skip
+    """`blocks_first`: indices of the sequences that get the first blocks of the allocator."""
     allocator = allocator or runner.batch_allocator()
     slots = SlotAllocator(runner.plan.slots)
+    blocks = {
+        index: allocator.allocate(allocator.blocks_for(len(token_ids[index])))
+        for index in dict.fromkeys([*blocks_first, *range(len(token_ids))])
+    }
     sequences = []
-    for tokens in token_ids:
-        sequence = Sequence(0, tokens, len(tokens), SamplingParams())
-        sequence.blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
+    for index, tokens in enumerate(token_ids):
+        sequence = Sequence(0, tokens, len(tokens), SamplingParams(), blocks=blocks[index])
         if slots.num_free:  # further prompts of a prefill step share the scratch slot: no step continues them
             sequence.slot = slots.allocate()
         sequences.append(sequence)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcdeploy.torch_compat.dynamo import dispatch_mode
@@ -31,10 +31,19 @@ BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
 
 @contextlib.contextmanager
-def precise_math(low: torch.dtype, high: torch.dtype) -> Iterator[None]:
-    """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`."""
-    with _BiasAfterConvolution(), dispatch_mode.handle_operations(functools.partial(_compute, low, high)):
+def precise_math(low: torch.dtype, high: torch.dtype, has_convolutions: bool = True) -> Iterator[None]:
+    """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`.
+
+    has_convolutions: whether the block may call torch.conv1d. Without it, calls of torch take half the CPU time.
+    """
+    biases = _BiasAfterConvolution() if has_convolutions else contextlib.nullcontext()
+    with biases, dispatch_mode.handle_operations(_Raising(low, high)):
         yield
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Whether a 1-D convolution may be part of the model: one of its parameters has three dimensions."""
+    return any(parameter.ndim == 3 for parameter in model.parameters())
 
 
 class _BiasAfterConvolution(TorchFunctionMode):
@@ -50,32 +59,49 @@ def _conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: An
     return out if bias is None else out + bias[:, None]
 
 
-def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class _Raising:
+    """Computes one operation in `high`."""
+
+    def __init__(self, low: torch.dtype, high: torch.dtype) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = _kind(func)
+        if kind == "moves data":
+            return func(*args, **kwargs)
+        if kind == "embedding":
+            return self._raised(func(*args, **kwargs))
+        if kind == "product" and _is_split_gemm(args, self._low, self._high):
+            return _GEMMS[func](*args, **kwargs)
+        if kind == "grouped product":
+            return _grouped_gemm(*args, **kwargs)
+        raised = [self._raised(value) for value in args]
+        result = func(*raised, **{name: self._raised(value) for name, value in kwargs.items()})
+        if kind == "in place" and raised[0] is not args[0]:
+            return args[0].copy_(raised[0])
+        return result
+
+    def _raised(self, value: Any) -> Any:
+        """`value` with tensors of the dtype `low`, and that dtype itself, raised to `high`; also those in lists."""
+        if isinstance(value, Tensor):
+            return value.to(self._high) if value.dtype is self._low else value
+        if isinstance(value, list | tuple):
+            return type(value)(self._raised(item) for item in value)
+        return self._high if value is self._low else value
+
+
+@functools.cache
+def _kind(func: Any) -> str:
+    """What `_Raising` does with an operation."""
     if func.is_view or func in MOVES_DATA or torch.Tag.inplace_view in func.tags:
-        return func(*args, **kwargs)
+        return "moves data"
     if func is aten.embedding.default:
-        return _raise_precision(func(*args, **kwargs), low, high)
-    product = _GEMMS.get(func)
-    if product is not None and _is_split_gemm(args, low, high):
-        return product(*args, **kwargs)
+        return "embedding"
+    if func in _GEMMS:
+        return "product"
     if func.name() in GROUPED_GEMMS:
-        return _grouped_gemm(*args, **kwargs)
-    raised = _raise_precision(args, low, high)
-    result = func(*raised, **_raise_precision(kwargs, low, high))
-    if dispatch_mode.is_in_place(func) and raised[0] is not args[0]:
-        return args[0].copy_(raised[0])
-    return result
-
-
-def _raise_precision(value: Any, low: torch.dtype, high: torch.dtype) -> Any:
-    """`value` with tensors of the dtype `low`, and that dtype itself, raised to `high`; in lists and dicts too."""
-    if isinstance(value, Tensor):
-        return value.to(high) if value.dtype == low else value
-    if isinstance(value, list | tuple):
-        return type(value)(_raise_precision(item, low, high) for item in value)
-    if isinstance(value, dict):
-        return {name: _raise_precision(item, low, high) for name, item in value.items()}
-    return high if value is low else value
+        return "grouped product"
+    return "in place" if dispatch_mode.is_in_place(func) else ""
 
 
 def _is_split_gemm(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype) -> bool:
@@ -87,10 +113,10 @@ def _is_split_gemm(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype) -
 
 def split_gemm(activations: Tensor, weight: Tensor) -> Tensor:
     """[m, k] float32 times [k, n] bfloat16, as accurate as in float32: [m, n] float32."""
-    pieces, rest = [], activations
-    for _ in range(BFLOAT16_PIECES):
+    pieces, rest = list[Tensor](), activations
+    for number in range(BFLOAT16_PIECES):
+        rest = rest - pieces[-1] if number else rest
         pieces.append(rest.to(torch.bfloat16))
-        rest = rest - pieces[-1]
     out = torch.mm(pieces.pop(), weight, out_dtype=torch.float32)  # the smallest first
     while pieces:
         out += torch.mm(pieces.pop(), weight, out_dtype=torch.float32)

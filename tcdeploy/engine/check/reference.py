@@ -1,15 +1,16 @@
 """Computes the reference logits of the parity check with transformers' own attention, uncompiled.
 
 The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. A prompt
-runs from its first token: a long one alone, the short ones of decode rows in one batch. Two passes are made: one in the
-compute dtype (eager), and one in a higher precision (precise), in which rounding errors are negligible. The distance
-between them is the error that the dtype causes on this model.
+runs from its first token: a long one alone or with others of about its length, the short ones of decode rows in one
+batch. Two passes are made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding
+errors are negligible. The distance between them is the error that the dtype causes on this model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, PromptPrefix, evenly_spaced
 from tcdeploy.engine.check.parity import ROUNDING, comparable, largest_logit, row_distances
-from tcdeploy.engine.check.precise_math import precise_math
+from tcdeploy.engine.check.precise_math import has_convolutions, precise_math
 from tcdeploy.engine.check.rounded_attention import ROUNDED, register_rounded_attention
 from tcdeploy.engine.check.rounded_inputs import rounded_inputs
 from tcdeploy.engine.step.runner import ModelRunner
@@ -67,18 +68,18 @@ def compute_references(
 ) -> ReferenceLogits:
     """The logits after all prefixes that any bucket is checked on. `progress`: its steps are the batches of prompts."""
     progress = progress or NullProgress()
-    rows: dict[PromptPrefix, PrefixLogits] = {}
-    sampled_distances: list[Tensor] = [torch.empty(0, 2, dtype=torch.float64)]
     compute_dtype = runner.plan.compute_dtype
     dtype = HIGHER_PRECISION[compute_dtype] if dispatch_mode.supported() else compute_dtype
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
     has_fp8 = runner.plan.kv_dtype == FP8_KV or runner.plan.fp8_min_rows > 0
     num_sampled = MORE_SAMPLED_ROWS if has_experts or has_fp8 else SAMPLED_ROWS
     batches = _batches(runner.plan, prompts)
+    passes: list[tuple[Tensor, Tensor]] = []  # stay on the device for now, so that the host does not wait for each pass
+    distances: list[Tensor] = []
     for number, batch in enumerate(batches, 1):
         token_ids, positions = batch.token_ids, batch.positions
         progress.step(number, len(batches), f"{sum(map(len, token_ids))} tokens")
-        if len(token_ids) == 1:
+        if batch.is_sampled:
             positions = positions + evenly_spaced(len(token_ids[0]), num_sampled)
         with batch.rounded_inputs(runner):
             with _explaining_failures(runner):
@@ -87,11 +88,17 @@ def compute_references(
             precise = _precise_logits(runner, token_ids, positions, attn_implementation) if is_precise else None
         if precise is None:
             precise, dtype = eager.float(), compute_dtype
-        if len(token_ids) == 1:
-            count = len(batch.positions)
-            sampled_distances.append(row_distances(eager[0, count:], precise[0, count:]).cpu())
+        count = len(batch.positions)
+        if batch.is_sampled:
+            distances.append(row_distances(*(logits[:, count:].flatten(0, 1) for logits in (eager, precise))))
+        passes.append((eager[:, :count].clone(), precise[:, :count].clone()))
+    rows: dict[PromptPrefix, PrefixLogits] = {}
+    for batch, on_device in zip(batches, passes, strict=True):
+        eager, precise = (logits.cpu() for logits in on_device)
         for prefix, prompt, row in batch.rows():
-            rows[prefix] = PrefixLogits(eager[prompt, row].cpu(), precise[prompt, row].cpu())
+            rows[prefix] = PrefixLogits(eager[prompt, row], precise[prompt, row])
+    sampled_distances = [torch.empty(0, 2, dtype=torch.float64), *(rows_of_pass.cpu() for rows_of_pass in distances)]
+    del passes, on_device
     if runner.plan.device == "cuda":
         torch.cuda.empty_cache()
     if dtype == compute_dtype:  # of all rows, also of those before the one that could not be computed
@@ -137,6 +144,7 @@ class _Batch(NamedTuple):
 
     token_ids: list[list[int]]
     prefixes: list[list[PromptPrefix]]  # of each prompt
+    is_sampled: bool  # whether the distances of further rows are recorded: of long prompts
 
     @property
     def positions(self) -> list[int]:
@@ -163,9 +171,10 @@ class _Batch(NamedTuple):
 def _batches(plan: Plan, prompts: CheckPrompts) -> list[_Batch]:
     """Each long prompt alone, and then all others in one batch.
 
-    A prompt is computed once more for each prefix whose last token keeps its inputs (see PromptPrefix). Prompts are
-    extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
-    and loading them takes about 1 s on an H100. Appended tokens do not change the logits of a prefix.
+    A prompt is computed once more for each prefix whose last token keeps its inputs (see PromptPrefix). On a GPU,
+    prompts are extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
+    and loading them takes about 1 s on an H100. Appended tokens do not change the logits of a prefix. Long prompts that
+    fit into this number together are computed in one pass, because a pass takes mostly CPU time.
     """
     by_pass: dict[tuple[int, int], list[PromptPrefix]] = defaultdict(list)
     for prefix in prompts.all_prefixes():
@@ -174,17 +183,36 @@ def _batches(plan: Plan, prompts: CheckPrompts) -> list[_Batch]:
     long = [[group] for group in groups if group[0].prompt < NUM_LONG_PROMPTS]
     short = [group for group in groups if group[0].prompt >= NUM_LONG_PROMPTS]
     batches = [*long, short] if short else long
-    tokens = [len(batch) * max(group[-1].length for group in batch) for batch in batches]
     common = 0
     if plan.device == "cuda":
-        common = max((count for count in tokens if count <= MAX_PROMPT_TOKENS), default=0)
-        common += -common % max(len(short), 1)
-    lengths = [max(count, common) // len(batch) for batch, count in zip(batches, tokens, strict=True)]
-    lengths = [min(length, plan.context) for length in lengths]
+        common = max((count for count in map(_num_tokens, batches) if count <= MAX_PROMPT_TOKENS), default=0)
+        batches = [*_joined(long, common), short] if short else _joined(long, common)
+        common += -common % math.lcm(*map(len, batches))
+    lengths = [min(max(_num_tokens(batch), common) // len(batch), plan.context) for batch in batches]
     return [
-        _Batch([prompts.token_ids(group[-1]._replace(length=length)) for group in batch], batch)
+        _Batch(
+            [prompts.token_ids(group[-1]._replace(length=length)) for group in batch],
+            batch,
+            is_sampled=batch is not short or len(batch) == 1,
+        )
         for batch, length in zip(batches, lengths, strict=True)
     ]
+
+
+def _num_tokens(batch: list[list[PromptPrefix]]) -> int:
+    """Of a pass over the prompts of these groups, each as long as the longest prefix."""
+    return len(batch) * max(group[-1].length for group in batch)
+
+
+def _joined(batches: list[list[list[PromptPrefix]]], most: int) -> list[list[list[PromptPrefix]]]:
+    """The same groups in fewer batches, where several have at most `most` tokens. Longer prompts come first."""
+    joined: list[list[list[PromptPrefix]]] = []
+    for batch in sorted(batches, key=_num_tokens, reverse=True):
+        if joined and _num_tokens([*joined[-1], *batch]) <= most:
+            joined[-1].extend(batch)
+        else:
+            joined.append([*batch])
+    return joined
 
 
 def _precise_logits(
@@ -194,7 +222,7 @@ def _precise_logits(
     compute_dtype, dtype = runner.plan.compute_dtype, HIGHER_PRECISION[runner.plan.compute_dtype]
     low, high = getattr(torch, compute_dtype), getattr(torch, dtype)
     try:
-        with precise_math(low, high):
+        with precise_math(low, high, has_convolutions(runner.model)):
             return runner.reference_logits(token_ids, positions, attn_implementation)
     except torch.OutOfMemoryError as error:
         raise SpaceError(

@@ -30,6 +30,7 @@ from tcdeploy.engine.step.batch import (
     decode_buffers,
     make_decode_rows,
 )
+from tcdeploy.engine.step.filled_state import FilledState
 from tcdeploy.engine.step.rows import RowAssignment, combined_features
 from tcdeploy.engine.step.slot_states import SlotStates
 from tcdeploy.engine.step.step_graphs import StepGraphs
@@ -93,6 +94,7 @@ class ModelRunner:
         self.variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
         self.eager_buckets: set[Bucket] = set()  # run without programs, graphs and padding of prompts
         self.reserved_blocks: tuple[int, ...] | None = None  # for batches of the warm-up; None: all blocks
+        self.filled_state: FilledState | None = None  # by a check; None after a step, which may change it
         self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
         self._row_slots = plan.row_slots(plan.prefill_buckets[-1])  # the same in all prefill buckets
         self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
@@ -121,6 +123,7 @@ class ModelRunner:
         assert batch.num_tokens, "`apply` takes a batch without a step"
         self.apply(batch)
         self.slot_states.copy(batch.restores)
+        self.filled_state = None
         # A chunk at position 0 starts from the initial value. At most two scored chunks of a step continue a prompt.
         self._earlier_states = {c.slot: self.slot_states.save(c.slot) for c in batch.chunks if c.scored_ids and c.start}
         output = self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
@@ -309,18 +312,15 @@ class ModelRunner:
 
     def _prefill_for(self, bucket: Bucket, tokens: int, sizes: ListLike[int]) -> PrefillBuffers:
         """The buffers for `tokens` tokens, padded to the next of `sizes`."""
-        size = next((size for size in sizes if size >= tokens), None)
-        if size is None:  # not padded: a dynamic bucket without graphs, or an eager one; there are no static buffers
-            return self._make_prefill_buffers(bucket, max(tokens, bucket.min_size))
-        return self._prefill_of_size(bucket, size)
+        if (size := next((size for size in sizes if size >= tokens), None)) is not None:
+            return self._prefill_of_size(bucket, size)
+        size = max(tokens, bucket.min_size)  # of a dynamic bucket without graphs, or an eager one: no static buffers
+        return PrefillBuffers(self.plan, bucket, size, self.decode_rows, self.split_counters)
 
     def _prefill_of_size(self, bucket: Bucket, size: int) -> PrefillBuffers:
-        if (bucket, size) not in self._prefill_buffers:
-            self._prefill_buffers[bucket, size] = self._make_prefill_buffers(bucket, size)
-        return self._prefill_buffers[bucket, size]
-
-    def _make_prefill_buffers(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
-        return PrefillBuffers(self.plan, bucket, tokens, self.decode_rows, self.split_counters)
+        if (key := (bucket, size)) not in self._prefill_buffers:
+            self._prefill_buffers[key] = PrefillBuffers(self.plan, bucket, size, self.decode_rows, self.split_counters)
+        return self._prefill_buffers[key]
 
     @torch.no_grad()
     def _forward(self, buffers: StepBuffers, before_program: Callable[[], None] = do_nothing) -> StepOutput:

@@ -33,6 +33,7 @@ from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
 
 ROWS, COLUMNS = 8, 256
+PINNED_BYTES = [1 << power for power in range(6, 17)]  # of the uploads to decode rows
 _initialization: threading.Thread | None = None  # the latest
 log = logging.getLogger("tcdeploy.engine")
 
@@ -66,7 +67,9 @@ def _initialize() -> None:
 
 @torch.no_grad()
 def _use_libraries(device: torch.device) -> None:
-    """A product of cuBLAS, and the operators of the parity check."""
+    """A product of cuBLAS, the operators of the parity check, and page-locked memory, which torch keeps."""
+    for size in PINNED_BYTES:
+        torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device=device)
     torch.mm(x, x.T)
     logits = x.float()
@@ -133,6 +136,7 @@ def precompile_kernels(
     except Exception as error:  # of torch, Triton or CUDA, which share no base class
         log.info("not all kernels are compiled in advance: %s", error)
     runner.row_assignment.clear()
+    runner.filled_state = None
 
 
 def launch_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool) -> None:
@@ -143,6 +147,7 @@ def launch_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: Chec
     with runner.uncounted_steps():
         for bucket in buckets:
             _launch_kernels_of(runner, bucket, prompts)
+            runner.filled_state = None  # launches that only compile write no keys and values
         if samples:
             runner.launch_sampling_kernels()
 

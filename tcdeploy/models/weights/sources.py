@@ -116,7 +116,8 @@ def _memory(name: str, tensor: Tensor) -> tuple[object, ...]:
 def _is_equal(copy: Copy) -> bool:
     """Whether the target has the values of the source.
 
-    In chunks for which the allocator keeps its memory, because page faults took longer than reading.
+    In chunks for which the allocator keeps its memory, because page faults took longer than reading. They are compared
+    on the target's device: comparing 16 GB on the host took 27 s of CPU time (H200 machine).
     """
     stored, target, evaluate, *_ = copy
     if evaluate is not None:
@@ -124,14 +125,14 @@ def _is_equal(copy: Copy) -> bool:
         return _has_values(target.cpu(), values)
     elements = target.reshape(-1)
     for first in range(0, elements.numel(), CHUNK_ELEMENTS):
-        chunk = elements[first : first + CHUNK_ELEMENTS].cpu()
+        chunk = elements[first : first + CHUNK_ELEMENTS]
         if not _has_values(chunk, read_elements(stored, first, CHUNK_ELEMENTS)):
             return False
     return True
 
 
 def _has_values(tensor: Tensor, values: Tensor) -> bool:
-    values = values.to(tensor.dtype)
+    values = values.to(tensor.dtype).to(tensor.device)
     if tensor.dtype.itemsize == 1:  # torch compares no float8
         tensor, values = tensor.view(torch.uint8), values.contiguous().view(torch.uint8)
     return torch.equal(tensor, values)

@@ -2,7 +2,8 @@
 
 Triton stores a kernel's files in a folder named by the kernel's key, and lists them there by absolute path. In a
 folder that was moved, copied or unpacked from a bundle it finds none of them and compiles again, without a message and
-beside a hit that Inductor reports. This manager stores file names and resolves them next to the list.
+beside a hit that Inductor reports. This manager stores file names and resolves them next to the list. Files with
+intermediate code may be missing.
 
 Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too.
 tests/torch_compat/test_triton_cache.py fails when Triton no longer needs the manager.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.internal import find, internal, mentions
+from tcdeploy.torch_compat.triton.intermediate_code import INTERMEDIATE_CODE
 
 CACHE_MANAGER = "triton.runtime.cache:FileCacheManager"
 ENVIRONMENT_VARIABLE = "TRITON_CACHE_MANAGER"
@@ -70,7 +72,7 @@ class RelocatableCacheManager(FileCacheManager):
         return path
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Name -> path of the kernel's files; None, and Triton compiles it, if the list or one of its files is missing.
+        """Name -> path of the kernel's files; None, and Triton compiles it, if the list or a file it needs is missing.
 
         Raises CompilationRefused instead of returning None if nothing may be compiled.
         """
@@ -88,4 +90,4 @@ class RelocatableCacheManager(FileCacheManager):
         except (OSError, ValueError, KeyError, TypeError):
             return None
         paths = {name: file for name in names if (file := self.get_file(name)) is not None}
-        return paths if len(paths) == len(names) else None
+        return paths if all(name in paths or name.endswith(INTERMEDIATE_CODE) for name in names) else None
