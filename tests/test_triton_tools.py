@@ -1,4 +1,4 @@
-"""The Triton interpreter patches must not outlive their context."""
+"""The Triton interpreter patches must not outlive their context, and confused descriptors are found in PTX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from tcdeploy.kernels.attention import prefill
-from tests.triton_tools import triton_interpreter
+from tests.triton_tools import addresses_of_two_swizzles, triton_interpreter
 
 
 def test_the_interpreter_restores_triton() -> None:
@@ -25,3 +25,14 @@ def test_the_interpreter_restores_triton() -> None:
         prefill.write_kv(k, k, cache, cache.clone(), torch.arange(3))
     assert attributes() == before
     assert_close(cache[0, :3], k, atol=0, rtol=0)
+
+
+def test_descriptors_of_two_swizzles_from_one_address_are_found() -> None:
+    ptx = """
+    add.s64         %rd1, %rd9, 64;
+    or.b64          %rd2, %rd9, 4611686293305294848;
+    add.s64         %rd3, %rd9, 4611686293305294850;
+    or.b64          %rd4, %rd8, -9223371899415822336;
+    """
+    assert addresses_of_two_swizzles(ptx) == []
+    assert addresses_of_two_swizzles(ptx.replace("%rd8", "%rd9")) == ["descriptors from %rd9"]

@@ -29,12 +29,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler import compile as triton_compile
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
 
 from tcdeploy.kernels.experts import scheme_gemv_kernel
 from tcdeploy.kernels.linear import scheme_codes
 from tcdeploy.torch_compat.triton.kernel import Kernel
+from tests.sass import unwritten_registers
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -181,12 +183,22 @@ def record_prefetches(
 
 
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:
-    """Compile a recorded launch for a Hopper GPU, and check that no wgmma reads what the next step overwrites.
+    """Compile a recorded launch for a Hopper GPU, and check it for faults of Triton and ptxas.
 
-    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary.
+    No wgmma reads what the next step overwrites, no shared address is part of descriptors that ptxas confuses, and no
+    instruction reads a uniform register before it is written (sass.py).
+
+    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary, so
+    the last check is omitted.
     """
     compiled = _compile_for_hopper(launch, runs_ptxas)
-    unsafe = overwritten_operands(compiled)
+    unsafe = addresses_of_two_swizzles(compiled.asm["ptx"])
+    if not launch.kernel.is_gluon():
+        unsafe += overwritten_operands(compiled)
+    elif runs_ptxas:  # it waits for products itself, so that only the machine code shows what runs meanwhile
+        unsafe += overwritten_registers(machine_code(compiled)) + overwritten_copies(compiled)
+    if runs_ptxas:
+        unsafe += unwritten_registers(compiled.asm["cubin"])
     assert not unsafe, f"{launch.kernel.fn.__name__}: {unsafe}"
     return compiled
 
@@ -209,12 +221,83 @@ def overwritten_operands(compiled: CompiledKernel) -> list[str]:
         is_awaited = "warp_group_dot_wait" in following and "pendings = 0" in following
         if not is_awaited and not any("pendings = 0" in between for between in lines[loop:made]):
             unsafe.append(f"registers of {product[1]}")
-    if compiled.metadata.num_warps > 4:
-        waits = re.findall(r"wgmma\.wait_group\S* [1-9]|bar\.sync|barrier\.sync|cp\.async\.c[ag]", compiled.asm["ptx"])
-        unsafe += [
-            "shared memory" for wait, then in zip(waits, waits[1:], strict=False) if "wait" in wait and "cp" in then
-        ]
+    return unsafe + overwritten_copies(compiled)
+
+
+def overwritten_copies(compiled: CompiledKernel) -> list[str]:
+    """Copies that start after a wait of this warp group for its own products, without a barrier between them."""
+    if compiled.metadata.num_warps <= 4:
+        return []
+    waits = re.findall(r"wgmma\.wait_group\S* [1-9]|bar\.sync|barrier\.sync|cp\.async\.c[ag]", compiled.asm["ptx"])
+    return ["shared memory" for wait, then in zip(waits, waits[1:], strict=False) if "wait" in wait and "cp" in then]
+
+
+class Instruction(NamedTuple):
+    """An instruction of a GPU's machine code."""
+
+    address: int
+    name: str
+    operands: list[str]
+
+
+def machine_code(compiled: CompiledKernel) -> list[Instruction]:
+    """The instructions of a kernel, without their predicates."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)\s*(.*?)\s*;", text)
+    assert found, text
+    return [Instruction(int(address, 16), name, operands.split(", ")) for address, name, operands in found]
+
+
+def overwritten_registers(code: list[Instruction]) -> list[str]:
+    """Instructions that write registers from which the tensor cores may still read an operand.
+
+    Each loop is followed twice, since the products of one iteration run into the next.
+    """
+    unsafe, running, last = [], [], []  # operands of groups of products, and of the group that is not complete
+    position, repeated = 0, set()
+    while position < len(code):
+        address, name, operands = code[position]
+        position += 1
+        if name.startswith("HGMMA"):
+            last += [*_registers(operands[1], 4)]
+            if "gsb0" in operands:
+                running, last = [*running, last], []
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            running = running[max(len(running) - int(operands[1], 16), 0) :]
+        elif name == "BRA" and int(operands[-1], 16) < address and address not in repeated:
+            repeated.add(address)
+            position = next(i for i, item in enumerate(code) if item.address == int(operands[-1], 16))
+        elif written := {*_registers(operands[0], _width(name))} & {*sum(running, last)}:
+            unsafe.append(f"{name} at {address:#x} writes registers {sorted(written)}")
     return unsafe
+
+
+def _registers(operand: str, count: int) -> range:
+    number = re.match(r"R(\d+)", operand)
+    return range(int(number[1]), int(number[1]) + count) if number else range(0)
+
+
+def _width(name: str) -> int:
+    """The number of registers that an instruction writes."""
+    if name.endswith((".128", ".M88.4")):
+        return 4
+    return 2 if ".64" in name or ".WIDE" in name or name == "CS2R" else 1
+
+
+def addresses_of_two_swizzles(ptx: str) -> list[str]:
+    """The registers whose sums with constants are descriptors of different swizzles (wgmma operands; bits 62 and 63).
+
+    ptxas 12.8 computes some of these sums from registers that it does not write, or that hold something else.
+    """
+    swizzles: dict[str, set[int]] = {}
+    for address, constant in re.findall(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d+);", ptx):
+        swizzles.setdefault(address, set()).add(int(constant) >> 62 & 3)
+    return [f"descriptors from {address}" for address, kinds in swizzles.items() if len(kinds - {0}) > 1]
 
 
 def _compile_for_hopper(launch: Launch, runs_ptxas: bool) -> CompiledKernel:
@@ -228,7 +311,7 @@ def _compile_for_hopper(launch: Launch, runs_ptxas: bool) -> CompiledKernel:
             is_divisible = isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0)
             if is_divisible and not param.do_not_specialize:
                 hints[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, hints)
+    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(launch.kernel, signature, constants, hints)
     if runs_ptxas:
         return triton_compile(source, target=HOPPER, options=launch.options)
     with (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.bundle.pack import warm_start_and_pack
-from tcdeploy.bundle.unpack import open_bundle, unpack
+from tcdeploy.bundle.unpack import UnpackResult, open_bundle, unpack
 from tcdeploy.bundle.why import forecast
 from tcdeploy.cache.folder.access import check_folder
 from tcdeploy.cache.folder.layout import manifest_path
@@ -33,7 +33,7 @@ from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, CacheSource, parse_bundle_name
-from tcdeploy.remote.transfer import PushResult, find, pull, push
+from tcdeploy.remote.transfer import PushResult, exists, find, pull, push
 from tcdeploy.start.auto_programs import why_not_exported, with_programs
 from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 from tcdeploy.start.planned import PlannedModel
@@ -41,13 +41,17 @@ from tcdeploy.start.planned import PlannedModel
 
 @dataclass(frozen=True)
 class FetchResult:
-    """`url` has no secrets, and is empty if the cache folder already had the plan. `seconds` covers the whole fetch."""
+    """`url` has no secrets, and is empty if the cache folder already had the plan. `seconds` covers the whole fetch.
+
+    `unpacked`: None if nothing was fetched.
+    """
 
     plan_key: str
     url: str
     bytes: int
     signer: TrustedKey | None
     seconds: float
+    unpacked: UnpackResult | None = None
 
 
 class EnvironmentMismatchError(MismatchError):
@@ -95,7 +99,8 @@ def fetch(
                 path, Path(plan.cache_dir), trusted_keys, cache.allow_unsigned, cache.allow_rollback,
                 recipe.trust_cache_dir, keeps_measurements=not recipe.require_signed,
             )  # fmt: skip
-    return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, seconds, unpacked)
 
 
 @contextlib.contextmanager
@@ -148,6 +153,11 @@ def _resolve_bundle_url(source: str, plan_keys: Sequence[str]) -> str:
     ):
         return source
     urls = next(filter(None, (find(source, key) for key in plan_keys)), ())
+    if not urls and not exists(source):
+        raise MismatchError(
+            f"{address.redacted} does not exist",
+            "pass a bundle that exists, or a folder to which tcdeploy warm --cache-to has pushed one",
+        )
     if not urls:
         raise MismatchError(
             f"{address.redacted} holds no bundle of the plan {' or '.join(plan_keys)} (these flags on this machine)",

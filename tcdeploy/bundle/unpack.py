@@ -8,7 +8,8 @@ lists is never replaced: if a bundled file has the same path and different conte
 CONFLICTS_DIR (cache/files/records.py). A process killed at any point therefore leaves all plans intact, this one
 included. It may leave a temporary folder, and files that no manifest lists; the next unpack of the bundle deletes both.
 
-A bundle with several plans is unpacked plan by plan, and each plan gets the whole signed header.
+A bundle with several plans is unpacked plan by plan, and each plan gets the whole signed header. If no trusted key
+signed the bundle, and one signed the folder's header of exactly the same files, that header stays.
 
 If the folder has the plan from a bundle that was compiled later (`compiled_at` of the manifest), the older bundle is
 refused, so that a release that was signed and later withdrawn cannot be installed again. Concurrent unpacks run one
@@ -24,15 +25,17 @@ import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tcdeploy.bundle.container import check_free_space, check_payload, read_files
 from tcdeploy.cache.files.records import find_damage, group_by_path, path_to_publish
 from tcdeploy.cache.folder.access import create_folder
 from tcdeploy.cache.folder.layout import UNPACKING_PREFIX, manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.record.bundle_header import CheckedHeader, Header, parse_header, rollback_reason
+from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header, rollback_reason
 from tcdeploy.cache.record.manifest import Manifest, manifest_text, read_manifest, read_manifests
 from tcdeploy.cache.record.provenance import read_stored_bundle
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
@@ -60,6 +63,9 @@ class UnpackResult:
     """plan_key: the plan that the bundle is named after.
 
     measured_plans: keys of the plans for which the folder keeps the measurements of an earlier start.
+    unmeasured_plans: keys of the plans whose measurements of an earlier start were discarded.
+    signed_plans: keys of the plans for which the folder keeps a trusted signature that the bundle lacks.
+    unsigned_plans: keys of the plans that had a trusted signature in the folder and have none now.
     """
 
     plan_key: str
@@ -69,6 +75,23 @@ class UnpackResult:
     already_present: bool
     other_plans: tuple[str, ...] = ()
     measured_plans: tuple[str, ...] = ()
+    unmeasured_plans: tuple[str, ...] = ()
+    signed_plans: tuple[str, ...] = ()
+    unsigned_plans: tuple[str, ...] = ()
+
+
+class _StoredPlan(NamedTuple):
+    """What a cache folder has of a bundle's plan before the bundle is unpacked.
+
+    is_present: its files, undamaged, and a manifest that stays. is_measured: a start has run the plan here, and none
+    had before it was packed. is_signed: a trusted key signed the stored header, and none the bundle.
+    keeps_signature: the signed header lists exactly the bundle's files, so it stays.
+    """
+
+    is_present: bool
+    is_measured: bool
+    is_signed: bool
+    keeps_signature: bool
 
 
 def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> CheckedHeader:
@@ -115,15 +138,12 @@ def unpack(
             for plan in () if allow_rollback else plans:
                 _check_not_older(path, plan, folder, trusted_keys)
             keeps_measurements = keeps_measurements and not allow_rollback
-            measured = [keeps_measurements and _was_run_here(folder, plan.header) for plan in plans]
-            present = [
-                was_run or _is_unpacked(folder, plan.header.manifest, plan.header.plan_key)
-                for plan, was_run in zip(plans, measured, strict=True)
-            ]
-            if not all(present):
+            stored = [_stored_plan(plan, folder, trusted_keys, keeps_measurements) for plan in plans]
+            is_all_present = all(plan.is_present for plan in stored)
+            if not is_all_present:
                 check_free_space(folder, size + SPARE_BYTES, "unpacking needs")
-            for plan, is_present in zip(plans, present, strict=True):
-                _stage_and_publish(path, plan, folder, is_present)
+            for plan, here in zip(plans, stored, strict=True):
+                _stage_and_publish(path, plan, folder, here.is_present, here.keeps_signature)
     except OSError as error:
         if error.errno in DISK_FULL:
             raise SpaceError(
@@ -131,8 +151,32 @@ def unpack(
                 "free some space, or choose another folder",
             ) from error
         raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "choose another folder") from error
-    measured_plans = tuple(itertools.compress(opened.header.manifests, measured))
-    return UnpackResult(key, len(files), size, opened.signer, all(present), tuple(other_plans), measured_plans)
+
+    def keys_where(condition: Callable[[_StoredPlan], bool]) -> tuple[str, ...]:
+        return tuple(itertools.compress(opened.header.manifests, map(condition, stored)))
+
+    return UnpackResult(
+        key, len(files), size, opened.signer, is_all_present, tuple(other_plans),
+        measured_plans=keys_where(lambda plan: plan.is_measured and plan.is_present),
+        unmeasured_plans=keys_where(lambda plan: plan.is_measured and not plan.is_present),
+        signed_plans=keys_where(lambda plan: plan.keeps_signature),
+        unsigned_plans=keys_where(lambda plan: plan.is_signed and not plan.keeps_signature),
+    )  # fmt: skip
+
+
+def _stored_plan(opened: CheckedHeader, folder: Path, trusted_keys: Path, keeps_measurements: bool) -> _StoredPlan:
+    key, packed = opened.header.plan_key, opened.header.manifest
+    local, stored, is_present = None, None, False
+    with contextlib.suppress(IntegrityError):
+        local = read_manifest(manifest_path(folder, key))
+        is_present = local is not None and _is_unpacked(folder, packed, local)
+    with contextlib.suppress(IntegrityError, TrustError, MismatchError):
+        stored = read_stored_bundle(folder, key, trusted_keys)
+    is_measured = local is not None and local.has_run and not packed.has_run
+    is_present = is_present and (keeps_measurements or not is_measured)
+    is_signed = opened.signer is None and stored is not None and stored.signer is not None
+    has_same_files = stored is not None and set(stored.files) == set(opened.files)
+    return _StoredPlan(is_present, is_measured, is_signed, is_signed and has_same_files)
 
 
 def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:
@@ -173,42 +217,31 @@ def check_not_older(new: Path, existing: Path) -> None:
         )
 
 
-def _was_run_here(folder: Path, header: Header) -> bool:
-    """Whether a plan was built without the GPU, and the folder has this build, undamaged and run by a start."""
-    built = header.manifest
-    if built.blind is None or built.has_run:
-        return False
-    with contextlib.suppress(IntegrityError):
-        local = read_manifest(manifest_path(folder, header.plan_key))
-        if local is None or not local.has_run:
-            return False
-        is_same_build = (local.blind, local.compiled_at) == (built.blind, built.compiled_at)
-        return is_same_build and set(local.files) >= set(built.files) and not find_damage(folder, local.files)
-    return False
-
-
-def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
+def _is_unpacked(folder: Path, packed: Manifest, local: Manifest) -> bool:
     """Whether the folder has this plan with exactly the bundle's files, undamaged.
 
-    False if the bundle's plan has run and the folder's plan has not: then the folder lacks the measurements of a start.
+    If a start has run the same build without the GPU here, the plan may also have the files of that start. False if the
+    bundle's plan has run and the folder's plan has not: then the folder lacks the measurements of a start.
     """
-    with contextlib.suppress(IntegrityError):
-        local = read_manifest(manifest_path(folder, key))
-        if local is None or (manifest.has_run and not local.has_run):
-            return False
-        return set(local.files) == set(manifest.files) and not find_damage(folder, local.files)
-    return False
+    if packed.has_run and not local.has_run:
+        return False
+    is_same_build = not packed.has_run and (local.blind, local.compiled_at) == (packed.blind, packed.compiled_at)
+    listed, wanted = set(local.files), set(packed.files)
+    has_files = listed >= wanted if is_same_build and local.has_run else listed == wanted
+    return has_files and not find_damage(folder, local.files)
 
 
-def _stage_and_publish(path: Path, opened: CheckedHeader, folder: Path, already_present: bool) -> None:
-    """Publish the files and the manifest, unless they are present, and the signed header."""
+def _stage_and_publish(
+    path: Path, opened: CheckedHeader, folder: Path, already_present: bool, keeps_header: bool
+) -> None:
+    """Publish the files and the manifest, unless they are present, and the signed header, unless another one stays."""
     for stale in folder.glob(f"{UNPACKING_PREFIX}*"):  # of a killed process: this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     manifest, key = opened.header.manifest, opened.header.plan_key
     stored_header = stored_header_path(folder, key)
     # `verify` and each start read the signer and the list of files from it.
     content = signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)
-    is_header_present = _read_stored_header(stored_header) == content
+    is_header_present = keeps_header or _read_stored_header(stored_header) == content
     replaced = stored_paths(folder, key) | {file.path for file in manifest.files}
     unpacked = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
     try:

@@ -14,6 +14,7 @@ from tcdeploy.host.regular_file import read_regular
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import GPU, is_same_model, parse_environment
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.blind.winners import measured_winners
 
 if TYPE_CHECKING:
     from tcdeploy.host.progress import Progress
@@ -49,8 +50,8 @@ def check_target_options(
 def winners_folder(winners: Path | None, trusted_keys: Path | None, gpu: GPU) -> Iterator[Path | None]:
     """A temporary folder with the autotuner results in a cache folder or bundle, of the plans for the same GPU model.
 
-    A bundle need not be signed: its results are numbers, and no code of it is used. Raises as `open_bundle` and
-    `read_manifests`, and MismatchError if all plans are for other GPUs.
+    A bundle need not be signed: its results are numbers, and no code of it is used. Raises as `open_bundle`,
+    `read_manifests` and `measured_winners`, and MismatchError if all plans are for other GPUs.
     """
     if winners is None:
         yield None
@@ -61,6 +62,7 @@ def winners_folder(winners: Path | None, trusted_keys: Path | None, gpu: GPU) ->
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+        measured_winners(folder)  # the build checks them too, but only after several seconds
         yield folder
 
 

@@ -25,6 +25,7 @@ from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.bundle.verify import BucketReplay
+    from tcdeploy.cache.record.manifest import Manifest
 
 
 @options_command
@@ -161,10 +162,13 @@ def verify(
     else:
         verified = verifying.verify_bundle(target, trusted, allow_unsigned)
     replays: dict[str, list[BucketReplay]] = {}
+    skipped: dict[str, str] = {}
     if run:
         with _temporary_copy(target, trusted, allow_unsigned) as folder:
-            replays = {plan.plan_key: _replay(folder, plan.plan_key, model) for plan in verified}
-    cache_display.show_verified(target, verified, replays, json)
+            skipped = _plans_of_other_gpus(folder, [plan.plan_key for plan in verified], model)
+            run_here = [plan.plan_key for plan in verified if plan.plan_key not in skipped]
+            replays = {plan_key: _replay(folder, plan_key, model) for plan_key in run_here}
+    cache_display.show_verified(target, verified, replays, skipped, json)
     cache_display.show_other_versions(target, "verified")
     failed = [f"{key} {replay.bucket}" for key, of_plan in replays.items() for replay in of_plan if not replay.passed]
     if failed:
@@ -205,19 +209,39 @@ def _copy_plans(source: Path, folder: Path) -> None:
         ) from error
 
 
-def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:
-    """Start the plan and compare each bucket's outputs with the packed ones.
+def _plans_of_other_gpus(folder: Path, plan_keys: list[str], model: str | None) -> dict[str, str]:
+    """Why plans cannot run on this machine, by key. Raises MismatchError if none can."""
+    errors: dict[str, MismatchError] = {}
+    for plan_key in plan_keys:
+        try:
+            _replayed_recipe(folder, plan_key, model)
+        except MismatchError as error:
+            errors[plan_key] = error
+    if len(errors) == len(plan_keys):
+        raise errors[plan_keys[0]]
+    return {plan_key: error.message for plan_key, error in errors.items()}
 
-    Compiles nothing. Raises MismatchError for a plan for another GPU model, and ThresholdError on a miss.
-    """
-    from tcdeploy.bundle.verify import check_same_gpu, compare_top_tokens, packed_manifest
-    from tcdeploy.cli import display
+
+def _replayed_recipe(folder: Path, plan_key: str, model: str | None) -> tuple[Manifest, Recipe]:
+    """The packed manifest of a plan, and the recipe that starts it. Raises MismatchError if it is for another GPU."""
+    from tcdeploy.bundle.verify import check_same_gpu, packed_manifest
 
     packed = packed_manifest(folder, plan_key)
     flags = {"cache_dir": str(folder), **({"model": model} if model else {})}
     recipe = RecipeOptions(flags).build(bundle_recipe=cache_target.original_recipe(packed))
     check_same_gpu(packed, detect_environment(recipe.device))
-    recipe = dataclasses.replace(recipe, compile=False)
+    return packed, dataclasses.replace(recipe, compile=False)
+
+
+def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:
+    """Start the plan and compare each bucket's outputs with the packed ones.
+
+    Compiles nothing. Raises MismatchError for a plan for another GPU model, and ThresholdError on a miss.
+    """
+    from tcdeploy.bundle.verify import compare_top_tokens
+    from tcdeploy.cli import display
+
+    packed, recipe = _replayed_recipe(folder, plan_key, model)
     with display.show_progress() as progress:
         from tcdeploy.start.prepare import prepare
 

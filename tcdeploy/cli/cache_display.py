@@ -76,7 +76,7 @@ def show_packed(packed: PackResult, manifests: Iterable[Manifest], json: bool) -
     show_sentence(
         f"{packed.path}: {_mb(packed.packed_bytes)} MB, of which {_mb(packed.header_bytes)} MB header; "
         f"{packed.files} files, {_mb(packed.unpacked_bytes)} MB unpacked; "
-        f"{_plans(packed.plan_key, packed.other_plans)}"
+        f"{_plans(packed.plan_key, *packed.other_plans)}"
     )
 
 
@@ -85,14 +85,30 @@ def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
         print(json_document("cache unpack", **vars(unpacked)))
         return
     outcome = "already present" if unpacked.already_present else "unpacked"
-    plans, size = _plans(unpacked.plan_key, unpacked.other_plans), f"{_mb(unpacked.bytes)} MB"
+    plans, size = _plans(unpacked.plan_key, *unpacked.other_plans), f"{_mb(unpacked.bytes)} MB"
     show_sentence(f"{plans} {outcome}: {unpacked.files} files, {size} in {folder}; {_format_signer(unpacked.signer)}")
+    _show_kept_and_replaced(unpacked, sys.stdout)
+
+
+def _show_kept_and_replaced(unpacked: UnpackResult, out: TextIO) -> None:
+    """What the folder keeps instead of what the bundle has, and what the bundle has replaced."""
     if unpacked.measured_plans:
         kept = "the measurements of this build's first start in the folder are kept"
-        show_sentence(f"{kept}; to discard them: --allow-rollback")
+        show_sentence(f"{kept}; to discard them: --allow-rollback", out)
+    if plans := unpacked.unmeasured_plans:
+        discarded = "the measurements of earlier starts in the folder are discarded"
+        show_sentence(f"{discarded} ({_plans(*plans)}): no start has run the unpacked build", out)
+    if plans := unpacked.signed_plans:
+        show_sentence(f"the folder keeps the trusted signature of the same files ({_plans(*plans)})", out)
+    if plans := unpacked.unsigned_plans:
+        show_sentence(
+            f"a bundle with a trusted signature is replaced by one without ({_plans(*plans)}): starts with "
+            "--require-signed refuse it",
+            out,
+        )
 
 
-def _plans(plan_key: str, others: Sequence[str]) -> str:
+def _plans(plan_key: str, *others: str) -> str:
     return f"plans {', '.join([plan_key, *others])}" if others else f"plan {plan_key}"
 
 
@@ -103,6 +119,8 @@ def show_fetched(fetched: FetchResult) -> None:
         return
     size, seconds = _mb(fetched.bytes), f"{fetched.seconds:.1f} s"
     print(f"cache: {fetched.url}, {size} MB in {seconds}, {_format_signer(fetched.signer)}", file=sys.stderr)
+    if fetched.unpacked is not None:
+        _show_kept_and_replaced(fetched.unpacked, sys.stderr)
 
 
 def format_pushed(pushed: PushResult) -> str:
@@ -110,11 +128,15 @@ def format_pushed(pushed: PushResult) -> str:
 
 
 def show_verified(
-    target: Path, verified: list[VerifiedPlan], replays: dict[str, list[BucketReplay]], json: bool
-) -> None:
-    """`replays`: per plan key, the comparison of each bucket's outputs with the packed ones."""
+    target: Path, verified: list[VerifiedPlan], replays: dict[str, list[BucketReplay]], skipped: dict[str, str],
+    json: bool,
+) -> None:  # fmt: skip
+    """`replays`: per plan key, the comparison of each bucket's outputs with the packed ones.
+
+    `skipped`: per plan key, why a plan was not run although the others were.
+    """
     if json:
-        print(json_document("cache verify", plans=verified, replayed=replays))
+        print(json_document("cache verify", plans=verified, replayed=replays, skipped=skipped))
         return
     for plan in verified:
         show_sentence(
@@ -122,6 +144,8 @@ def show_verified(
         )
     if any(replays.values()):
         show_table(tabulate([replay for of_plan in replays.values() for replay in of_plan], REPLAY_CELLS))
+    for reason in skipped.values():
+        show_sentence(f"not run: {reason}")
     print(f"{target} is intact")
 
 

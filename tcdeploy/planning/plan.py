@@ -36,11 +36,11 @@ from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, cand
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
 # remote code the model and revision do count, see _plan_key), sizes that programs hold as symbols, and what only the
-# host uses.
+# host uses. `is_quantised` follows from the architecture, which enters as a whole.
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "slots", "snapshots", "slot_bytes", "workspace_bytes", "tune_seconds",
-    "max_consecutive_prefills", "itl_target",
+    "max_consecutive_prefills", "itl_target", "is_quantised",
     "cache_dir", "decisions", "key",
 }  # fmt: skip
 PARALLEL_FIELDS = {"rank", "world_size"}  # in the key only if there are several ranks
@@ -84,6 +84,7 @@ class Plan:
     programs: ProgramKind
     graphs: Graphs
     is_hopper: bool  # compute capability 9.0, for which the kernels in kernels/linear/ were written
+    is_quantised: bool  # whether weights of linear layers or experts stay quantised
     tune_seconds: float
     mixed_steps: bool
     itl_target: float | None  # ms that a mixed step may take; None: a multiple of a decode step, measured at start-up
@@ -116,7 +117,9 @@ class Plan:
 
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer."""
-        variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        variants = candidate_variants(
+            self.mode, self.device, self.is_hopper, self.is_quantised, bucket.is_prefill, bucket.size
+        )
         if bucket.is_prefill and bucket.size >= attention.TUNED_ATTENTION_MIN_TOKENS:
             variants += tuple(map(attention_variant, self.alternative_attention))
         return tuple(variant for variant in variants if self.region == "layer" or not variant.last_token_rows)
@@ -209,6 +212,7 @@ def make_plan(
         programs=_decide_programs(recipe, environment, programs_reason, decisions),
         graphs=graphs,
         is_hopper=inputs.device == "cuda" and environment.gpu_capability == (9, 0),
+        is_quantised=bool(architecture.schemes or architecture.expert_schemes),
         tune_seconds=recipe.tune_seconds,
         mixed_steps=mixed_steps,
         itl_target=attention.decide_itl_target(recipe, mixed_steps, decisions),

@@ -100,7 +100,7 @@ class FsspecFolder:
                 raise FileExistsError(path) from error
             raise
 
-    def list(self, plan_key: str) -> list[RemoteBundle]:
+    def list(self, plan_key: str) -> list[RemoteBundle] | None:
         details = {"expand_info": True} if self.address.scheme == "hf" else {}
         try:
             listing = self._call("ls", self.root, detail=True, **details)
@@ -108,7 +108,7 @@ class FsspecFolder:
             failure = retry.classify_error(error)
             if failure.kind != "not_found" or failure.status:  # the bucket, repository or page does not exist
                 raise
-            return []
+            return None
         bundles = ((parse_bundle_name(item["name"].split("?")[0].rpartition("/")[2]), item) for item in listing)
         return [
             RemoteBundle(name, _modified_time(item)) for name, item in bundles if name and name.plan_key == plan_key

@@ -109,22 +109,22 @@ class OciRepository:
         headers = {"Content-Type": MANIFEST_TYPE}
         self._request("PUT", self._manifest_url(name), json.dumps(manifest).encode(), headers).close()
 
-    def list(self, plan_key: str) -> list[RemoteBundle]:
-        names = [parse_bundle_name(f"{tag}{BUNDLE_SUFFIX}") for tag in self._list_tags()]
+    def list(self, plan_key: str) -> list[RemoteBundle] | None:
+        try:
+            names = [parse_bundle_name(f"{tag}{BUNDLE_SUFFIX}") for tag in self._list_tags()]
+        except HttpStatusError as error:
+            if error.status == 404:  # the repository does not exist
+                return None
+            raise
         plan_names = [name for name in names if name and name.plan_key == plan_key]
         return [RemoteBundle(name, _created_time(self._fetch_manifest(name)[1])) for name in plan_names]
 
     def _list_tags(self) -> Iterator[str]:
         url = f"{self.repository_url}/tags/list?n={TAGS_PER_PAGE}"
         for _ in range(MAX_TAG_PAGES):
-            try:
-                with self._request("GET", url) as response:
-                    yield from _read_json(response).get("tags") or []
-                    next_url = response.links.get("next", {}).get("url")
-            except HttpStatusError as error:
-                if error.status == 404:
-                    return
-                raise
+            with self._request("GET", url) as response:
+                yield from _read_json(response).get("tags") or []
+                next_url = response.links.get("next", {}).get("url")
             if not next_url:
                 return
             url = urljoin(url, next_url)

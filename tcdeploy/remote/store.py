@@ -57,8 +57,8 @@ class Store(Protocol):
     def write(self, name: BundleName, file: Path) -> None:
         """Store a file atomically. Raises FileExistsError if the name is taken."""
 
-    def list(self, plan_key: str) -> list[RemoteBundle]:
-        """The plan's bundles in this folder, in any order; empty if the folder does not exist."""
+    def list(self, plan_key: str) -> list[RemoteBundle] | None:
+        """The plan's bundles in this folder, in any order; None if the folder does not exist."""
 
 
 class LocalFolder:
@@ -89,11 +89,11 @@ class LocalFolder:
         with contextlib.suppress(OSError):  # the bundle itself is flushed
             sync(self.path)
 
-    def list(self, plan_key: str) -> list[RemoteBundle]:
+    def list(self, plan_key: str) -> list[RemoteBundle] | None:
         try:
             files = list(os.scandir(self.path))
         except FileNotFoundError:
-            return []
+            return None
         bundles = ((parse_bundle_name(file.name), file) for file in files)
         return [
             RemoteBundle(name, file.stat().st_mtime) for name, file in bundles if name and name.plan_key == plan_key

@@ -97,9 +97,16 @@ def find(source: str, plan_key: str) -> list[str]:
     check_plan_key(plan_key)
     folder, deadline = Address.parse(source), Deadline()
     store = open_store(folder, deadline)
-    bundles = with_retries(lambda: store.list(plan_key), folder, deadline)
+    bundles = with_retries(lambda: store.list(plan_key), folder, deadline) or []
     bundles.sort(key=lambda bundle: (-(bundle.time or 0), bundle.name))
     return [folder.child(str(bundle.name)).url for bundle in bundles]
+
+
+def exists(source: str) -> bool:
+    """Whether a folder URL exists. In an object store, a folder exists as long as it has an object."""
+    folder, deadline = Address.parse(source), Deadline()
+    store = open_store(folder, deadline)
+    return with_retries(lambda: store.list("") is not None, folder, deadline)  # "" is no plan: only the names are read
 
 
 def open_store(folder: Address, deadline: Deadline) -> Store:

@@ -68,6 +68,7 @@ from tcdeploy.start.record.record import StartRecord
 from tcdeploy.start.sequence import run_start
 from tcdeploy.text.stored_tokenizer import load_stored_tokenizer
 from tcdeploy.torch_compat.inductor import pdl
+from tcdeploy.torch_compat.triton import gluon
 from tcdeploy.torch_compat.triton.cuda_driver import DriverError
 from tcdeploy.torch_compat.triton.kernel import use_stored_kernels
 from tcdeploy.torch_compat.triton.stored_kernels import StoredKernels
@@ -122,6 +123,7 @@ def start_from_packages(request: StartRequest) -> Deployment | None:
         )
     use_stored_kernels(None)
     pdl.use_recorded_support(None)
+    gluon.use_recorded_support(None)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -278,7 +280,9 @@ def _use_kernels(found: FoundRecord, staging: StagingFolder) -> None:
         use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DoesNotFit(f"{found.record.kernels} cannot be read: {error}") from error
-    pdl.use_recorded_support(pdl.supported.name not in dict(found.environment.missing_internals))
+    missing = dict(found.environment.missing_internals)
+    pdl.use_recorded_support(pdl.supported.name not in missing)
+    gluon.use_recorded_support(gluon.supported.name not in missing)
 
 
 def _restore_triton_files(staging: StagingFolder) -> None:

@@ -21,8 +21,8 @@ MODULES = (
     "inductor.graph_cache_keys", "inductor.installation_hashes", "inductor.kernel_environment",
     "inductor.package_builds", "inductor.pdl", "inductor.precompiled_headers", "inductor.settings",
     "transformers.attention_setting", "transformers.experts_interface", "transformers.fast_import",
-    "transformers.float32_tensors", "transformers.initialization", "triton.cache", "triton.platform_key",
-    "triton.source", "triton.stored_kernels", "uvicorn.protocol",
+    "transformers.float32_tensors", "transformers.initialization", "triton.cache", "triton.gluon",
+    "triton.platform_key", "triton.source", "triton.stored_kernels", "uvicorn.protocol",
 )  # fmt: skip
 INTERNALS: tuple[Internal, ...] = tuple(
     importlib.import_module(f"tcdeploy.torch_compat.{module}").supported for module in MODULES

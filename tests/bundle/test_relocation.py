@@ -220,6 +220,9 @@ def test_a_start_without_a_matching_bundle_exits_with_3(
     other = (*SMALL, "--dtype", "bfloat16")
     absent = run_cli("warm", TINY, *other, *trusted, "--cache-from", str(store))
     assert absent.returncode == 3 and "holds no bundle of the plan" in absent.stderr
+    for missing in (str(tmp_path / "missing.tcb"), (tmp_path / "missing").as_uri(), "memory://missing/x.tcb"):
+        absent = run_cli("warm", TINY, *other, *trusted, "--cache-from", missing)
+        assert absent.returncode == 3 and f"error: {missing} does not exist" in absent.stderr
     named = run_cli("warm", TINY, *other, *trusted, "--cache-from", pushed.url)
     assert named.returncode == 3 and "was made for another plan: weight_dtype, kv_dtype, compute_dtype" in named.stderr
     assert re.search(r"^weight_dtype +bfloat16 +float32", named.stderr, re.MULTILINE), "a table of the differences"

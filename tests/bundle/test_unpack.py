@@ -62,7 +62,7 @@ from tests.bundle.fake_caches import (
     staging_files_in,
 )
 from tests.bundle.forging import compressed, forge, forge_header, member, members_of, record, tar, with_document
-from tests.conftest import cli_environment, mounted_tmpfs
+from tests.conftest import RunCLI, cli_environment, mounted_tmpfs
 
 OLD_BUCKET = 64
 
@@ -269,6 +269,40 @@ def test_a_newer_header_without_a_trusted_signature_does_not_hold_off_a_signed_b
     unpack(dated[1000], tmp_path / "folder", keys.trusted)
     [verified] = verify_folder(tmp_path / "folder", keys.trusted)
     assert verified.signer is not None
+
+
+def test_an_unsigned_bundle_of_the_same_files_leaves_the_signature(
+    small: Packed, dated: dict[int, Path], keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, bundle = tmp_path / "folder", tmp_path / "unsigned.tcb"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "9999")
+    pack(small.folder, small.key, bundle)
+    unpack(dated[1000], folder, keys.trusted)
+    for is_damaged in (False, True):
+        if is_damaged:
+            (folder / KINDS[0]).write_bytes(b"damaged")
+        done = unpack(bundle, folder, keys.trusted, allow_unsigned=True)
+        assert (done.signer, done.already_present) == (None, not is_damaged)
+        assert (done.signed_plans, done.unsigned_plans) == ((small.key,), ())
+        [verified] = verify_folder(folder, keys.trusted, require_signed=True)
+        assert verified.signer is not None and verified.files_not_from_bundle == 0
+
+
+def test_the_command_says_that_an_unsigned_bundle_of_other_files_replaces_a_signed_one(
+    small: Packed, keys: Keys, tmp_path: Path, run_cli: RunCLI
+) -> None:
+    other = make_small(tmp_path / "other", seed=1)
+    pack(tmp_path / "other", key_of(other), tmp_path / "unsigned.tcb")
+    trusted = ("--trusted-keys", str(keys.trusted))
+    signed = ("cache", "unpack", str(small.bundle), str(tmp_path / "folder"), *trusted)
+    unsigned = ("cache", "unpack", str(tmp_path / "unsigned.tcb"), str(tmp_path / "folder"), *trusted)
+    replaced = f"a bundle with a trusted signature is replaced by one without (plan {small.key})"
+    assert replaced not in run_cli(*signed).stdout
+    assert replaced in run_cli(*unsigned, "--allow-unsigned").stdout
+    assert replaced not in run_cli(*signed).stdout, "it is signed again"
+    document = json.loads(run_cli(*unsigned, "--allow-unsigned", "--json").stdout)
+    assert (document["signed_plans"], document["unsigned_plans"]) == ([], [small.key])
+    assert "keeps" not in run_cli(*unsigned, "--allow-unsigned").stdout, "no signature was there"
 
 
 def test_a_repacked_plan_keeps_its_date(dated: dict[int, Path], small: Packed, keys: Keys, tmp_path: Path) -> None:

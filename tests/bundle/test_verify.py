@@ -452,6 +452,40 @@ def test_outputs_are_compared_only_on_the_gpu_of_the_plan(
     assert caught.value.exit_code == 3 and not started
 
 
+@pytest.mark.parametrize("own_bucket", [32, 64])
+def test_plans_of_this_gpu_are_run_and_those_of_others_are_reported(
+    own_bucket: int, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever of the two plans comes first."""
+    gpu, started = H100.gpus[0], list[Recipe]()
+    gpus = {bucket: gpu if bucket == own_bucket else replace(gpu, name="NVIDIA H200") for bucket in (32, 64)}
+    made = {
+        bucket: make_small(tmp_path / "cache", bucket=bucket, environment=asdict(as_installed(gpus=(gpus[bucket],))))
+        for bucket in gpus
+    }
+    own = made.pop(own_bucket)
+    [other] = made.values()
+
+    def start(recipe: Recipe, progress: object) -> mock.Mock:
+        started.append(recipe)
+        return mock.Mock(records=own.buckets)
+
+    monkeypatch.setattr(prepare, "prepare", start)
+    for here, is_run in ((H100, True), (replace(H100, gpus=()), False)):
+        monkeypatch.setattr(cache_bundle, "detect_environment", lambda device, here=here: here)
+        if is_run:
+            cache_bundle.verify(tmp_path / "cache", run=True, trusted_keys=keys.trusted, json=True)
+            document = json.loads(capsys.readouterr().out)
+            cache_bundle.verify(tmp_path / "cache", run=True, trusted_keys=keys.trusted)
+            reason = f"plan {key_of(other)} was made for NVIDIA H200, but here it would run on {gpu.name}"
+            assert f"not run: {reason}" in capsys.readouterr().out
+            assert document["skipped"] == {key_of(other): reason} and list(document["replayed"]) == [key_of(own)]
+        else:
+            with pytest.raises(MismatchError, match="but here it would run on a CPU"):
+                cache_bundle.verify(tmp_path / "cache", run=True, trusted_keys=keys.trusted)
+        assert [recipe.buckets for recipe in started] == [(own_bucket,)] * 2
+
+
 def test_a_miss_of_a_replay_names_the_plan_and_not_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_small(tmp_path, environment=asdict(as_installed(gpus=H100.gpus)))
     refused = ThresholdError(f"decode:1 needs a program that is not in {tmp_path}", "nothing was compiled")

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tcdeploy.bundle.pack import pack
-from tcdeploy.cache.record.manifest import write_manifest
+from tcdeploy.cache.files.records import hash_files
+from tcdeploy.cache.record.manifest import Manifest, write_manifest
 from tcdeploy.cli.blind_build import winners_folder
+from tcdeploy.planning.environment import GPU
 from tcdeploy.planning.gpu_description import read_gpu_description
 from tests.bundle.fake_caches import HASH, as_installed, key_of, make_small, manifest_for, path_of
 from tests.conftest import TINY, RunCLI
@@ -53,11 +55,36 @@ def test_a_target_that_cannot_be_planned_is_refused(run_cli: RunCLI, flags: tupl
     assert (done.returncode, done.stdout) == (2, "") and f"error: {message}" in done.stderr
 
 
+def with_winner(folder: Path, gpu: GPU, winner: dict[str, float]) -> Manifest:
+    """A cache folder for the GPU, with this result of the autotuner."""
+    made = make_small(folder, environment=dataclasses.asdict(as_installed(gpus=(gpu,))))
+    (folder / "6n" / f"{HASH}.best_config").write_text(json.dumps(winner))
+    made = dataclasses.replace(made, files=hash_files(folder, [file.path for file in made.files]))
+    write_manifest(path_of(folder, made), made)
+    return made
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_winners_without_a_measurement_are_refused_before_the_build(
+    tmp_path: Path, is_packed: bool, run_cli: RunCLI
+) -> None:
+    winners = tmp_path / "winners"
+    made = with_winner(winners, read_gpu_description("h200").gpu, {"time_taken_ms": -1})
+    if is_packed:
+        pack(winners, key_of(made), tmp_path / "winners.tcb")
+        winners = tmp_path / "winners.tcb"
+    flags = ("--target-gpu", "h200", "--winners", str(winners), "--cache-dir", str(tmp_path / "cache"))
+    refused = run_cli("warm", TINY, *flags)
+    assert refused.returncode == 3, refused.stderr
+    assert "error: --winners contains no measured kernel configuration" in refused.stderr
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_measurements_of_another_gpu_are_refused(tmp_path: Path, is_packed: bool, run_cli: RunCLI) -> None:
     """Their file names do not depend on the GPU's name, so those of an H200 would be used for an H100."""
     gpu, winners = read_gpu_description("h200").gpu, tmp_path / "cache"
-    made = make_small(winners, environment=dataclasses.asdict(as_installed(gpus=(gpu,))))
+    made = with_winner(winners, gpu, {"time_taken_ms": 1})
     if is_packed:
         pack(winners, key_of(made), tmp_path / "winners.tcb")
         winners = tmp_path / "winners.tcb"

@@ -510,6 +510,14 @@ def test_on_hopper_the_known_winner_of_each_size_comes_first() -> None:
     }
 
 
+@pytest.mark.parametrize("quantised", [{"schemes": {"int4": 7}}, {"expert_schemes": {"mxfp4": 2}}], ids=str)
+def test_large_decode_steps_of_quantised_weights_try_our_kernels_first_and_time_the_others(quantised) -> None:
+    model = replace(LLAMA_8B, quantisation="int4", **quantised)
+    plan, dense = (plan_for(H100, architecture, mode="auto", batch_sizes=(256,)) for architecture in (model, LLAMA_8B))
+    names, dense_names = ([variant.name for variant in p.variants(p.decode_buckets[0])] for p in (plan, dense))
+    assert names == ["skinny+pdl+combo+fused", *dense_names]
+
+
 @pytest.mark.parametrize("environment", [A10G, LAPTOP], ids=["A10G", "laptop"])
 def test_elsewhere_the_default_variant_comes_first(environment: Environment) -> None:
     assert set(first_variants(environment, architecture=LLAMA_1B).values()) == {"default"}

@@ -16,7 +16,7 @@ import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import oci, retry
-from tcdeploy.remote.transfer import find, pull, push
+from tcdeploy.remote.transfer import exists, find, pull, push
 from tests.conftest import mounted_tmpfs
 from tests.remote.conftest import OTHER_PLAN, PLAN, ConcurrentRun, Registry
 from tests.remote.faulty import Cut, Drip, FakeResponse, Fault, Proxy, Request, Stall, Wait, proxy
@@ -95,12 +95,13 @@ def test_two_pushes_that_both_find_the_tag_free_both_succeed(
 
 def test_find_lists_the_bundles_of_a_plan_newest_first(repository_url: str, make_bundle: Make) -> None:
     assert find(repository_url, PLAN) == [], "a repository that does not exist has no bundles"
+    assert not exists(repository_url)
     urls = []
     for _ in range(5):
         urls.append(push(make_bundle(100), repository_url, PLAN).url)
         time.sleep(0.005)  # timestamps have millisecond resolution
     push(make_bundle(100), repository_url, OTHER_PLAN)
-    assert find(repository_url, PLAN) == urls[::-1]
+    assert find(repository_url, PLAN) == urls[::-1] and exists(repository_url)
 
 
 def test_paginated_tags_are_all_read(repository_url: str, front: Proxy, make_bundle: Make) -> None:

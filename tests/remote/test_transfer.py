@@ -20,7 +20,7 @@ from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.planning.installation import install_command
 from tcdeploy.remote import fsspec_folder, retry, transfer
 from tcdeploy.remote.address import Address
-from tcdeploy.remote.transfer import find, pull, push
+from tcdeploy.remote.transfer import exists, find, pull, push
 from tests.conftest import mounted_tmpfs
 from tests.remote.conftest import OTHER_PLAN, PLAN, ConcurrentRun
 from tests.remote.faulty import Cut, Drip, FakeResponse, NoContentLength, Proxy, Stall, Wait
@@ -83,10 +83,12 @@ def test_concurrent_pushes_of_the_same_bytes_all_succeed(store_url: str, make_bu
 
 def test_find_lists_the_bundles_of_a_plan(store_url: str, make_bundle: Make) -> None:
     assert find(store_url, PLAN) == [], "a folder that does not exist has no bundles"
+    assert not exists(store_url)
     urls = {push(make_bundle(100), store_url, PLAN).url for _ in range(3)}
     push(make_bundle(100), store_url, OTHER_PLAN)
     assert set(find(store_url, PLAN)) == urls and len(find(store_url, PLAN)) == 3
     assert find(f"{store_url}/elsewhere", PLAN) == []
+    assert exists(store_url) and not exists(f"{store_url}/elsewhere")
 
 
 def test_an_empty_bundle_can_be_pushed_and_pulled(store_url: str, make_bundle: Make, inbox: Path) -> None:

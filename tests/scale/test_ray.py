@@ -151,7 +151,7 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
         pytest.param(
             f"serve: {TINY} --device cpu --cache-from /nowhere/x.tcb",
             3,
-            "/nowhere/x.tcb holds no bundle",
+            "/nowhere/x.tcb does not exist",
             marks=pytest.mark.long,
         ),
         pytest.param(

@@ -82,6 +82,11 @@ def test_what_the_first_start_has_measured_is_in_the_bundle_that_is_packed_after
     listed = json.loads(run_cli("cache", "ls", server, "--json").stdout)["plans"]
     assert [(plan["is_built_without_gpu"], plan["has_run"]) for plan in listed] == [(True, True)]
 
+    command.append("--require-signed")
+    fetched = subprocess.run(command, capture_output=True, text=True, env=cli_environment(tmp_path))
+    assert fetched.returncode == 0, fetched.stderr
+    assert "the measurements of earlier starts in the folder are discarded" in fetched.stderr
+
 
 def without_a_start(manifest: Manifest) -> Manifest:
     records = tuple(blind_record(record.bucket, record.variant, 1.0, 1) for record in manifest.buckets)
@@ -136,16 +141,21 @@ def test_unpacking_a_build_again_keeps_what_its_first_start_has_measured(tmp_pat
         is_same_build = not differences
         result = unpack_build()
         assert (result.already_present, result.measured_plans) == (is_same_build, (key_of(made),) * is_same_build)
+        assert result.unmeasured_plans == (key_of(made),) * (not is_same_build)
         assert stored().step_costs == run.step_costs if is_same_build else not stored().has_run
     for options in ({"allow_rollback": True}, {"keeps_measurements": False}):
-        run_first_start()
-        assert unpack_build(**options).measured_plans == () and not stored().has_run
+        for added in (True, False):  # with random weights, the start adds no file
+            run = run_first_start()
+            if not added:
+                write_manifest(path_of(server, made), dataclasses.replace(run, files=made.files))
+            result = unpack_build(**options)
+            assert (result.measured_plans, result.unmeasured_plans) == ((), (key_of(made),)) and not stored().has_run
     run_first_start()
     (server / "references" / "new").write_bytes(b"damaged")
     assert unpack_build().measured_plans == () and not stored().has_run, "damaged measurements are not kept"
 
 
-def test_the_command_says_that_measurements_are_kept(tmp_path: Path, run_cli: RunCLI) -> None:
+def test_the_command_says_whether_measurements_are_kept(tmp_path: Path, run_cli: RunCLI) -> None:
     made = without_a_start(make_small(tmp_path / "cache", environment=dataclasses.asdict(as_installed())))
     write_manifest(path_of(tmp_path / "cache", made), made)
     pack(tmp_path / "cache", key_of(made), tmp_path / "built.tcb")
@@ -156,6 +166,12 @@ def test_the_command_says_that_measurements_are_kept(tmp_path: Path, run_cli: Ru
     again = run_cli(*command)
     assert again.returncode == 0 and "already present" in again.stdout, again.stderr
     assert "the measurements of this build's first start in the folder are kept" in again.stdout
+    other = dataclasses.replace(made, blind=BlindBuild(H200, ("another build",)), files=made.files[1:])
+    write_manifest(path_of(tmp_path / "cache", made), other)
+    pack(tmp_path / "cache", key_of(made), tmp_path / "built.tcb")
+    of_other_build = run_cli(*command)
+    assert of_other_build.returncode == 0 and "are kept" not in of_other_build.stdout, of_other_build.stderr
+    assert f"earlier starts in the folder are discarded (plan {key_of(made)})" in of_other_build.stdout
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ MOVED = {
     "kernel environment": ("inductor.kernel_environment", "POINTER", "torch:_C._dynamo.guards.moved"),
     "precompiled headers": ("inductor.precompiled_headers", "CODECACHE", "torch._inductor.moved"),
     "stored kernels": ("triton.stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
+    "asynchronous products": ("triton.gluon", "HOPPER_FUNCTIONS", "triton.experimental.moved"),
     "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),
     "transformers imports": ("transformers.fast_import", "LISTING_FUNCTION", "moved"),
     "Triton's cache": ("triton.cache", "CACHE_MANAGER", "triton.runtime.moved:FileCacheManager"),

@@ -98,8 +98,8 @@ def paged_prefill(
     """
     (tokens, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    sequences, dim, v_dim = block_table.shape[0], padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    tile = _tile_config(q, v_cache)
+    sequences, tile = block_table.shape[0], _tile_config(q, v_cache)
+    dim, v_dim = _tile_columns(head_dim, v_head_dim, is_converted=kv_scales is not None)
     out = q.new_empty(tokens, heads, v_head_dim) if out is None else out
     assert out.is_contiguous()
     partial_out, partial_lse, split_counters = workspace or (None, None, None)
@@ -140,6 +140,18 @@ def write_kv(
 def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
     dim = max(padded_head_dim(q.shape[-1]), padded_head_dim(v_cache.shape[-1]), 64)
     return PREFILL_TILES_FLOAT32 if q.dtype == torch.float32 else PREFILL_TILES[dim]
+
+
+def _tile_columns(head_dim: int, v_head_dim: int, is_converted: bool) -> tuple[int, int]:
+    """Columns of a tile of K and of one of V; those past the head size are masked.
+
+    A tile of an FP8 cache is converted into shared memory, K and V at the same address. They get the same swizzle,
+    which depends on the columns up to 64: otherwise ptxas 12.8 confuses the descriptors of the wgmma operands, and V of
+    all but the first 16 keys was read from a wrong address.
+    """
+    dim, v_dim = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    at_least = min(max(dim, v_dim), 64) if is_converted else 0
+    return max(dim, at_least), max(v_dim, at_least)
 
 
 def _programs_per_head(tokens: int, sequences: int, tile: TileConfig, splits_keys: bool) -> int:

@@ -8,6 +8,8 @@
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
 - 2 to 384 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
   with FP8 weights (register_gemm.py): the weight is the first operand of larger tensor-core instructions.
+- 129 to 2,048 rows with interleaved int4 weights on Hopper (hopper_gemm.py): values are made in registers while the
+  tensor cores multiply.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -32,6 +34,8 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import fp4_scheme
+from tcdeploy.kernels.linear.hopper_gemm import hopper_gemm
+from tcdeploy.kernels.linear.hopper_gemm import takes as hopper_takes
 from tcdeploy.kernels.linear.int4_scheme import INTERLEAVED_NAMES
 from tcdeploy.kernels.linear.register_gemm import register_gemm
 from tcdeploy.kernels.linear.scheme_gemm import gemm
@@ -39,9 +43,9 @@ from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
 from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
-    MAX_INTERLEAVED_ROWS,
     MIN_SLICE,
     WIDE_N,
+    HopperGemmTile,
     RegisterGemmTile,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
@@ -77,7 +81,8 @@ def _is_fusable(weight: Operands, scheme: str, rows: int, tensors: Sequence[Tens
     # Scales of such groups multiply the values, which is exact in nvfp4 only.
     if rows > 1 and weight.group % MIN_SLICE and scheme != fp4_scheme.NVFP4_NAME:
         return False
-    is_size = is_supported(rows, n, weight.k, weight.group, weight.per_byte, weight.is_interleaved)
+    on_hopper = hopper_takes(weight, weight.weight.device)
+    is_size = is_supported(rows, n, weight.k, weight.group, weight.per_byte, weight.is_interleaved, on_hopper)
     return is_whole and is_contiguous and is_size
 
 
@@ -122,16 +127,18 @@ def matmul(
         x = x.index_select(1, weight.columns)
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
-    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_register_operand)
+    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_register_operand, hopper_takes(weight, x.device))
     assert rows == 1 or not isinstance(tile, SchemeGemvTile)
     assert norm is None or isinstance(tile, SchemeGemvTile)
-    assert not weight.is_interleaved or isinstance(tile, SchemeGemvTile | RegisterGemmTile)
+    assert not weight.is_interleaved or isinstance(tile, SchemeGemvTile | RegisterGemmTile | HopperGemmTile)
     if isinstance(tile, SchemeGemvTile):
         _gemv(out, x, weight, addend, gated, norm, eps, tile)
     elif isinstance(tile, SchemeSkinnyGemmTile):
         _skinny_gemm(out, x, weight, addend, gated, tile)
     elif isinstance(tile, RegisterGemmTile):
         register_gemm(out, x, weight, addend, gated, tile)
+    elif isinstance(tile, HopperGemmTile):
+        hopper_gemm(out, x, weight, addend, gated, tile)
     else:
         gemm(out, x, weight, addend, gated, tile)
     return out
@@ -236,7 +243,7 @@ for _scheme in FORMATS:
         SchemeKernel(
             "cuda",
             functools.partial(matmul, _scheme),
-            max_rows=MAX_INTERLEAVED_ROWS if _scheme in INTERLEAVED_NAMES else MAX_GEMM_ROWS,
+            max_rows=None if _scheme in INTERLEAVED_NAMES else MAX_GEMM_ROWS,  # None: `accepts` decides
             accepts=functools.partial(accepts, _scheme),
         ),
         SchemeKernel(

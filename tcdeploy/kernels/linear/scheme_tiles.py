@@ -70,7 +70,16 @@ class RegisterGemmTile(NamedTuple):
     unroll: int = 1  # steps of 128 columns between two barriers; fewer if the number of steps is not a multiple
 
 
-Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
+class HopperGemmTile(NamedTuple):
+    """The shape of one program on Hopper: rows of x, and rows of an int4 weight."""
+
+    name: str
+    block_m: int
+    block_n: int
+    stages: int  # of 64 columns in shared memory, an even number
+
+
+Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile | HopperGemmTile
 
 SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
@@ -106,20 +115,31 @@ REGISTER_GEMM_TILES = (
     RegisterGemmTile("f128_s4", 128, 4, 8, 3),
 )
 F64_S4, F128_S8, F128U2, F128_V, F128_V_S8, F128, F128_S4 = range(len(REGISTER_GEMM_TILES))
+HOPPER_GEMM_TILE = HopperGemmTile("h256_128", 256, 128, 6)
+HOPPER_BLOCK_K = 128  # columns of which a program has whole numbers: one group of the usual size
+# Microseconds on an H200, from which the number of parts of the columns follows.
+HOPPER_BLOCK_US, HOPPER_TILE_US, PARTS_US, PART_ELEMENT_US = 1.4, 1.5, 1.0, 0.73e-6
+MAX_HOPPER_SPLITS = 8
 REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
 MANY_COLUMNS = 8192  # of a narrow weight whose columns are split further
 MAX_SUM_ROWS, MAX_WIDE_SUM_ROWS = 64, 32  # of x, for narrow and wide weights; with more, scales multiply values
 MAX_GEMM_ROWS = 128  # with more, a dense copy and cuBLAS are faster
 MAX_INTERLEAVED_ROWS = 384  # the four products of 384 rows take 366 us, with a dense copy 392; of 512 rows 452 and 435
+MIN_HOPPER_ROWS, MAX_HOPPER_ROWS = 129, 2048  # of x; with more, a dense copy and cuBLAS are faster
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
 MAX_8_BIT_SKINNY_ROWS = 8  # of x, if the register GEMM takes the weight
 
 
-def is_supported(rows: int, n: int, k: int, group: int, per_byte: int, is_interleaved: bool = False) -> bool:
-    """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte."""
+def is_supported(
+    rows: int, n: int, k: int, group: int, per_byte: int, is_interleaved: bool = False, on_hopper: bool = False
+) -> bool:
+    """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte.
+
+    `on_hopper`: whether the Hopper GEMM takes the weight.
+    """
     is_group = group >= MIN_GROUP and (group % (16 * per_byte) == 0 or group == MIN_GROUP)
-    max_rows = MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
+    max_rows = MAX_HOPPER_ROWS if on_hopper else MAX_INTERLEAVED_ROWS if is_interleaved else MAX_GEMM_ROWS
     return 1 <= rows <= max_rows and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
@@ -136,10 +156,12 @@ def gemv_tile(n: int, per_byte: int, in_registers: bool) -> SchemeGemvTile:
     return SCHEME_GEMV_TILES[N4_B2048]
 
 
-def choose_tile(rows: int, n: int, k: int, per_byte: int, in_registers: bool) -> Tile:
-    """The tile of a product. `in_registers`: whether the register GEMM takes the weight."""
+def choose_tile(rows: int, n: int, k: int, per_byte: int, in_registers: bool, on_hopper: bool = False) -> Tile:
+    """The tile of a product. `in_registers`, `on_hopper`: whether the register or the Hopper GEMM takes the weight."""
     if rows == 1:
         return gemv_tile(n, per_byte, in_registers)
+    if on_hopper and rows >= MIN_HOPPER_ROWS and not is_register_faster(rows, n):
+        return HOPPER_GEMM_TILE
     if in_registers and per_byte == 2:
         return register_gemm_tile(rows, n, k)
     if in_registers and MAX_8_BIT_SKINNY_ROWS < rows <= MAX_ROWS:
@@ -185,6 +207,31 @@ def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
     else:
         tile = F128_S8 if not is_wide and k >= MANY_COLUMNS and rows <= 32 else F64_S4
     return REGISTER_GEMM_TILES[tile]
+
+
+def is_register_faster(rows: int, n: int) -> bool:
+    """Whether the register GEMM, with tiles of 128 rows of x, is faster on Hopper: the other tile is half empty."""
+    return n >= WIDE_N and HOPPER_GEMM_TILE.block_m < rows <= MAX_INTERLEAVED_ROWS
+
+
+def count_hopper_tiles(tile: HopperGemmTile, rows: int, n: int) -> tuple[int, int]:
+    """The number of tiles of rows of x, and of rows of the weight."""
+    return -(-rows // tile.block_m), -(-n // tile.block_n)
+
+
+def fit_hopper_splits(tile: HopperGemmTile, rows: int, n: int, k: int, multiprocessors: int) -> int:
+    """The number of parts of the columns of a weight [n, k] with which the programs and the sum of parts end first.
+
+    An SM runs one program at a time.
+    """
+    tiles, blocks = math.prod(count_hopper_tiles(tile, rows, n)), k // HOPPER_BLOCK_K
+
+    def microseconds(splits: int) -> float:
+        waves = -(-tiles * splits // multiprocessors)
+        sums = PARTS_US + splits * rows * n * PART_ELEMENT_US if splits > 1 else 0.0
+        return waves * (HOPPER_TILE_US + -(-blocks // splits) * HOPPER_BLOCK_US) + sums
+
+    return min(range(1, min(MAX_HOPPER_SPLITS, blocks) + 1), key=microseconds)
 
 
 def fp8_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:

@@ -42,7 +42,7 @@ HASHED_FOLDERS = ("kernels/attention", "kernels/experts", "kernels/linear", "ker
 HASHED_FILES = (
     "kernels/custom_op.py", "kernels/l2_prefetch.py", "torch_compat/inductor/graph_cache_keys.py",
     "torch_compat/dynamo/eager_input_vals.py", "torch_compat/torch_flash.py", "torch_compat/inductor/pdl.py",
-    "torch_compat/triton/kernel.py", "programs/roles.py",
+    "torch_compat/triton/gluon.py", "torch_compat/triton/kernel.py", "programs/roles.py",
 )  # fmt: skip
 
 

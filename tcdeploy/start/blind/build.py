@@ -13,9 +13,7 @@ Not built: CUDA graphs, the reference, step costs, start records, kernels of oth
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tcdeploy.cache.files.records import WINNER_SUFFIX, hash_files
+from tcdeploy.cache.files.records import hash_files
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.cache.record.manifest import BlindBuild, Manifest
 from tcdeploy.cache.staging.recording import publish
@@ -36,7 +34,7 @@ from tcdeploy.engine.check.parity_check import FIRST_SEED
 from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.engine.warm.early_gpu import launch_kernels
 from tcdeploy.engine.warm.program_setup import install_programs, traced_layers
-from tcdeploy.errors import CompileError, IntegrityError, MismatchError, UsageError
+from tcdeploy.errors import CompileError, UsageError
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.kernels.custom_op import NAMESPACE, implementations
 from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_experts
@@ -50,6 +48,7 @@ from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.programs.errors import translate_compile_errors
 from tcdeploy.start.auto_programs import why_not_exported
 from tcdeploy.start.blind.package_forward import BlindForward
+from tcdeploy.start.blind.winners import measured_winners
 from tcdeploy.start.decide import decide, origin_of
 from tcdeploy.start.model_code import activate_plan, load_runner
 from tcdeploy.start.planned import PlannedModel
@@ -60,7 +59,6 @@ from tcdeploy.torch_compat.dynamo.compile_threads import without_compile_workers
 
 log = logging.getLogger("tcdeploy.start")
 CompileBucket: TypeAlias = Callable[[Bucket], None]
-WINNER_HASHES = ("configs_hash", "triton_cache_hash")  # the fields of an autotuner result that are text
 
 
 def build_plan(recipe: Recipe, target: GPUDescription, winners: Path | None) -> tuple[str, str]:
@@ -196,38 +194,8 @@ def _experts_without_values() -> Iterator[None]:
 
 
 def copy_winners(source: Path, staging: Path) -> None:
-    """Copy autotuner results of Inductor that were measured: the others have a negative time.
-
-    Raises IntegrityError for a file that is not such a result, and MismatchError if none was measured.
-    """
-    measured = [path for path in source.rglob(f"*{WINNER_SUFFIX}") if _read_winner(path).get("time_taken_ms", 0) >= 0]
-    if not measured:
-        raise MismatchError(
-            "--winners contains no measured kernel configuration",
-            "pass a bundle or cache folder that was warmed on this GPU model without --target-gpu, or remove --winners",
-        )
-    for path in measured:
+    """Copy the autotuner results that were measured. Raises as `measured_winners`."""
+    for path in measured_winners(source):
         target = staging / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-
-
-def _read_winner(path: Path) -> dict[str, Any]:
-    """A result of the autotuner: numbers by name, and hashes.
-
-    Inductor writes the values of a result into the source code of launchers, where other text could be code.
-    """
-    with contextlib.suppress(ValueError, RecursionError):
-        result = json.loads(path.read_bytes())
-        if isinstance(result, dict) and all(_is_winner_field(name, value) for name, value in result.items()):
-            return result
-    raise IntegrityError(
-        f"the autotuner result {path.name} of --winners does not consist of numbers and hashes",
-        "remove --winners, or pass a bundle or a cache folder from a source that you trust",
-    )
-
-
-def _is_winner_field(name: str, value: object) -> bool:
-    if name in WINNER_HASHES:
-        return value is None or (isinstance(value, str) and re.fullmatch("[0-9A-Za-z]+", value) is not None)
-    return name.isidentifier() and isinstance(value, int | float)  # bool is int

@@ -33,6 +33,7 @@ CASES = {
     "float32": Case(group=3),
     "bfloat16": Case(head_dim=128, group=4, kv_heads=1, dtype=torch.bfloat16),
     "float16, values smaller than keys": Case(head_dim=96, v_head_dim=32, group=2, dtype=torch.float16),
+    "bfloat16, keys smaller than values": Case(head_dim=32, v_head_dim=80, group=2, dtype=torch.bfloat16),
     "softcap, sinks and window": Case(softcap=2.0, sinks=True, window=70, group=3, dtype=torch.bfloat16),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -83,7 +84,7 @@ def test_attention_over_an_fp8_cache_is_attention_over_the_rounded_values(case: 
 def test_the_write_kernel_stores_the_bytes_of_the_reference(case: Case, device: str) -> None:
     slots = torch.tensor([5, 31, 0], device=device)
     dims = case.head_dim, case.v_head_dim or case.head_dim
-    k, v = (torch.randn(3, case.kv_heads, dim, dtype=case.dtype).to(device) * 5 for dim in dims)
+    k, v = (torch.randn(3, case.kv_heads, dim, dtype=case.dtype).to(device) * 20 for dim in dims)
     caches = [torch.zeros(2, case.block_size, case.kv_heads, dim, device=device).to(FP8) for dim in dims]
     expected_caches = [cache.cpu().clone() for cache in caches]
     reference.write_kv(k.cpu(), v.cpu(), *expected_caches, slots.cpu(), scales("cpu"))
@@ -251,6 +252,24 @@ def test_the_kernels_compile_for_hopper_and_convert_in_hardware(case, monkeypatc
         assert re.search(r"cvt\.rn\.f16x2\.e4m3x2", kernel.asm["ptx"])
     before, _ = decoding.asm["ptx"].split("griddepcontrol.wait")
     assert set(re.findall(r"ld\.global\.(\S+)", before)) == {"b32"}, "before the wait, only lengths and block ids"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "dim", "v_dim"),
+    [
+        pytest.param(96, 32, 128, 64, id="128-64"),
+        pytest.param(32, 16, 32, 32, id="32-32", marks=pytest.mark.long),
+        pytest.param(16, 80, 64, 128, id="64-128", marks=pytest.mark.long),
+    ],
+)
+def test_k_and_v_of_prefill_get_one_swizzle(head_dim, v_head_dim, dim, v_dim, monkeypatch, tmp_path) -> None:
+    """Otherwise ptxas 12.8 computes most descriptors of V from registers that it does not write."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    launch_all(Case(head_dim, v_head_dim, group=2, dtype=torch.float16), batch=1, splits=8)
+    compiled = compile_for_hopper(launches[1])
+    constants = {compiled.src.fn.arg_names[i]: value for (i,), value in compiled.src.constants.items()}
+    assert (constants["DIM"], constants["V_DIM"]) == (dim, v_dim)
 
 
 def test_another_batch_window_or_address_of_the_scales_does_not_recompile(monkeypatch) -> None:

@@ -247,7 +247,7 @@ def test_every_scheme_has_a_kernel_for_decode_batches_on_a_gpu() -> None:
     assert KERNELS.keys() == SCHEMES.keys()
     for scheme, kernels in KERNELS.items():
         rows = [(item.device, item.min_rows, item.max_rows) for item in kernels]
-        max_rows = 384 if scheme in INTERLEAVED_NAMES else 128
+        max_rows = None if scheme in INTERLEAVED_NAMES else 128  # None: it depends on the GPU
         assert rows == [("cuda", 1, max_rows), ("cuda", 1, None)], "the second writes the dense weight"
 
 
