@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -118,7 +119,17 @@ def reference(case: str, x: Tensor, tensors: list[Tensor], extras: dict[str, Any
 def product_of_rounded_parts(
     x: Tensor, values: Tensor, tile: RegisterGemmTile, gated: bool = False, addend: Tensor | None = None
 ) -> Tensor:
-    """As `expected`, with the weight and the sums of each part of the columns rounded to x's dtype.
+    """`sum_of_rounded_parts`, of the parts of a tile of the register GEMM."""
+    n, k = values.shape
+    parts, size = fit_parts(tile, len(x), n, k), REGISTER_BLOCK_K * fit_unroll(tile, k)
+    bounds = [part * (k // size) // parts * size for part in range(parts + 1)]
+    return sum_of_rounded_parts(x, values, bounds, gated, addend)
+
+
+def sum_of_rounded_parts(
+    x: Tensor, values: Tensor, bounds: Sequence[int], gated: bool = False, addend: Tensor | None = None
+) -> Tensor:
+    """As `expected`, with the weight rounded to x's dtype, and the sums of parts of the columns, if there are several.
 
     On a CPU bfloat16 is truncated, as in Triton's interpreter.
     """
@@ -128,13 +139,9 @@ def product_of_rounded_parts(
             return tensor.to(x.dtype).double()
         return (tensor.float().view(torch.int32) & ~0xFFFF).view(torch.float32).double()
 
-    n, k = values.shape
-    parts, size = fit_parts(tile, len(x), n, k), REGISTER_BLOCK_K * fit_unroll(tile, k)
-    bounds = [part * (k // size) // parts * size for part in range(parts + 1)]
     inputs, weight = x.double(), rounded(values)
-    y = torch.zeros(len(x), n, dtype=torch.float64, device=x.device)
-    for first, end in pairwise(bounds):
-        y += rounded(inputs[:, first:end] @ weight[:, first:end].T)
+    parts = [inputs[:, first:end] @ weight[:, first:end].T for first, end in pairwise(bounds)]
+    y = parts[0] if len(parts) == 1 else torch.stack([rounded(part) for part in parts]).sum(0)
     if gated:
         gate, up = y.chunk(2, dim=1)
         y = gate * gate.sigmoid() * up

@@ -22,7 +22,7 @@ from tcdeploy.kernels.linear.scheme_tiles import (
 )
 from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.torch_compat.triton.gluon import supported, supports_wgmma
-from tests.kernels.linear.scheme_cases import INTERLEAVED, product, reference, run, weight_tensors
+from tests.kernels.linear.scheme_cases import INTERLEAVED, product, reference, run, sum_of_rounded_parts, weight_tensors
 from tests.triton_tools import (
     HOPPER_SHARED_BYTES,
     Instruction,
@@ -40,6 +40,7 @@ H200 = 132  # multiprocessors
 FORMS = ("plain", "added", "gated")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 ERROR_LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
+ROUNDED_PARTS_LIMIT = {torch.bfloat16: 2e-3, torch.float16: 5e-4}  # if the reference rounds the same parts
 TILE = HOPPER_GEMM_TILE
 
 
@@ -203,14 +204,17 @@ def test_products_agree_around_the_borders_of_tiles(
 @pytest.mark.parametrize("splits", [1, 2, 3, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_any_number_of_parts_agrees(form: str, splits: int, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nine groups, so that parts differ by one."""
+    """Of nine groups, so that parts differ by one. Two parts of few rows may be 0.6% from the precise product."""
     monkeypatch.setattr(hopper_gemm, "fit_hopper_splits", lambda *_: splits)
+    bounds = [9 * part // splits * 128 for part in range(splits + 1)]
     for rows, dtype in ((3, torch.bfloat16), (300, torch.float16)):
         x, tensors, extras = product(CASE, rows, form, dtype, "cuda", n=1056, k=1152)
         y = run(CASE, x, tensors, extras, tile=TILE)
-        assert_agrees_with_rounded_values(CASE, y, x, tensors, extras)
-        with pytest.raises(AssertionError):
-            assert_agrees_with_rounded_values(CASE, y, x, [tensors[0], tensors[1].roll(-1, 1)], extras)
+        for scales, agrees in ((tensors[1], True), (tensors[1].roll(-1, 1), False)):
+            values = SCHEMES[INTERLEAVED[CASE][0]].dequantise([tensors[0], scales], torch.float32)
+            rounded = sum_of_rounded_parts(x, values, bounds, **extras)
+            distance = (y - rounded).float().norm() / rounded.float().norm()
+            assert (distance < ROUNDED_PARTS_LIMIT[dtype]) == agrees
 
 
 @pytest.mark.gpu
