@@ -110,10 +110,10 @@ def _multiply(
 ):  # fmt: skip
     """acc [n, m] plus the products of groups `first` to `end` of 128 columns.
 
-    Even and odd steps have shared memory of their own, SLOTS stages each. A step starts the copies of the step SLOTS
-    later. If SLOTS is odd, this is other memory than that which the step reads, so that Triton does not add a barrier.
-    The slot of those copies was read SLOTS steps ago or earlier. After the barrier at the beginning of a step, only the
-    product of the previous step may still run.
+    Even and odd steps each have their own shared memory, of SLOTS stages. A step starts the copies of the step SLOTS
+    later. With an odd SLOTS, these go to the memory that the step does not read, so that Triton does not add a barrier.
+    They overwrite a slot that was last read SLOTS steps ago or earlier. After the barrier at the beginning of a step,
+    only the product of the previous step may still run.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     first_step, end_step = first * GROUP_STEPS, end * GROUP_STEPS
