@@ -205,7 +205,7 @@ def _num_tokens(batch: list[list[PromptPrefix]]) -> int:
 
 
 def _joined(batches: list[list[list[PromptPrefix]]], most: int) -> list[list[list[PromptPrefix]]]:
-    """The same groups in fewer batches: several are joined if they have at most `most` tokens. Longer ones come first."""
+    """The same groups in fewer batches: several are joined up to `most` tokens. Longer ones come first."""
     joined: list[list[list[PromptPrefix]]] = []
     for batch in sorted(batches, key=_num_tokens, reverse=True):
         if joined and _num_tokens([*joined[-1], *batch]) <= most:

@@ -16,9 +16,9 @@ def _top_k_kernel(
     values, indices, scores, weights, columns, row_stride, expert_size,
     TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program is one warp, and chooses the columns of one row. If it prefetches `weights`, a row has several programs.
+    """A program is one warp, and chooses the columns of one row.
 
-    Each of them prefetches a share, and the first one stores the result.
+    If `weights` are prefetched, a row has several programs. Each prefetches a share, and the first stores the result.
     COLUMNS and SLOTS: the columns and TOP_K, rounded up to powers of two.
     """
     LOWEST: tl.constexpr = -0x80000000

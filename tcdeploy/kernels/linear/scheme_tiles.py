@@ -210,7 +210,7 @@ def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
 
 
 def is_register_faster(rows: int, n: int) -> bool:
-    """Whether the register GEMM, with tiles of 128 rows of x, is faster: the last tile of the Hopper GEMM is half empty."""
+    """Whether the register GEMM, with tiles of 128 rows of x, is faster: a tile of the Hopper GEMM is half empty."""
     return n >= WIDE_N and HOPPER_GEMM_TILE.block_m < rows <= MAX_INTERLEAVED_ROWS
 
 

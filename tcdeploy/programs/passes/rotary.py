@@ -1,8 +1,8 @@
 """FX pass: fuse RoPE into decode attention, with the RMSNorms of heads before it.
 
 The decode kernel loads q and k anyway; rotating them there saves a launch that attention would wait for, which matters
-at small batches. Matches rotate-half RoPE of a linear layer's output, as in Llama, and at batch 1 also after an RMSNorm of
-each head, as in Qwen3. Norms in larger batches have not been timed.
+at small batches. Matches rotate-half RoPE of a linear layer's output, as in Llama, and at batch 1 also after an RMSNorm
+of each head, as in Qwen3. Norms in larger batches have not been timed.
 """
 
 from __future__ import annotations
