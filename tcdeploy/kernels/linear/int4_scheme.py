@@ -6,9 +6,9 @@
     columns            int32 [k], only in schemes with `_permuted`: column j of the stored matrix is column columns[j]
                        of the weight, so y = x[:, columns] @ stored.T
 
-Schemes with `_interleaved` store the codes of each 32 columns of `weight` in another order, from which the kernel for
-several rows (register_gemm.py) makes the operand of the tensor cores in registers. Linear layers use it for weights
-without zero points whose groups have a multiple of 128 columns. Checkpoints and experts never use it.
+Schemes with `_interleaved` store the codes of each 32 columns of `weight` in another order, from which the kernels for
+several rows (register_gemm.py, hopper_gemm.py) make the operand of the tensor cores in registers. Linear layers use it
+for weights without zero points whose groups have a multiple of 128 columns. Checkpoints and experts never use it.
 
 The dtype of the scales is part of the scheme's name, because the conversion of a checkpoint must not round them.
 Zero points are not packed: they are 1 / g of the weight's elements, and some checkpoints have the value 16, one more
