@@ -5,7 +5,7 @@ values of the next one. `tl.dot` would wait for the product first (scheme_codes.
 
 Rejected: products of 16 columns at a time, between which the values of the next 16 are made: with 256 rows, 195 us
 instead of 174 for the four products of a layer (H200). Equal shares of the columns of all tiles for each program: the
-kernel that added the parts took 6 us per product.
+kernel that added the parts took 6 to 7 us per product.
 """
 
 # ruff: noqa: SIM102, SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better

@@ -6,7 +6,7 @@ the fastest tile of each, with interleaved int4 weights at most 3%, and with FP8
 32 rows, and 10% with 64. Tiles of more than 64 rows were not compared with 8-bit weights. The tiles of interleaved int4
 and FP8 weights were timed with the operations that decode steps fuse. Those of 128 rows are also used for 129 to 384
 rows, where other tiles of the register GEMM were slower. The number of parts in the Hopper GEMM follows from a model of
-its time. In products of 129 to 2,048 rows, the fastest number was at most 8% faster.
+its time: for 129 to 2,048 rows, the fastest number took at most 8% less.
 
 Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
 faster for 4-bit weights with many columns, and slower for all others.
