@@ -1,6 +1,7 @@
 """Find uniform registers and predicates that the machine code (SASS) of a Hopper kernel may read before it writes them.
 
-Of other registers ptxas often leaves bits undefined that nothing uses: halves, and predicates that it packs into one.
+Other registers are not checked. ptxas often leaves bits of them undefined that nothing uses: halves, and predicates
+that it packs into one register.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Instruction(NamedTuple):
 
 
 def unwritten_registers(cubin: bytes) -> list[str]:
-    """As `unwritten_in`. The nvdisasm is that of Triton; if there is none, RuntimeError names the variable to set."""
+    """`unwritten_in` of a binary. Uses Triton's nvdisasm; without it, a RuntimeError names the variable to set."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -34,9 +35,9 @@ def unwritten_registers(cubin: bytes) -> list[str]:
 
 
 def unwritten_in(sass: str) -> list[str]:
-    """The instructions that read a uniform register or a predicate which a path from the entry does not write.
+    """The instructions that read a uniform register or a predicate that some path from the entry has not written.
 
-    Conditional writes count.
+    Conditional writes count as writes.
     """
     functions = re.split(r"^\.text\.\S+:$", sass, flags=re.MULTILINE)[1:]
     assert functions, "no machine code"
@@ -88,8 +89,8 @@ def _operands(opcode: str, operands: list[str]) -> tuple[int, int]:
     base, *suffixes = opcode.split(".")
     width = 4 if "128" in suffixes else 2 if {"64", "WIDE"} & set(suffixes) else 1
     kinds = "".join(operand[-2] if re.fullmatch(r"U?P\w", operand) else operand[:1] for operand in operands)
-    # After a predicate, the second result of a comparison, or what a shuffle or an atomic instruction returns; after a
-    # register, carries.
+    # Results come first. A predicate is followed by the second result of a comparison, or by what a shuffle or an
+    # atomic instruction returns; a register is followed by carries.
     results = len(re.match(r"P.?|[RU]P*|", kinds)[0])
     if base == "UPRMT" and operands[-1] == operands[0]:  # writes one half of a register, and keeps the other
         operands = operands[:-1]

@@ -1,4 +1,4 @@
-"""The check of machine code finds what a path does not write, and accepts what ptxas compiles rightly."""
+"""The check of machine code (sass.py) finds registers that a path reads unwritten, and accepts correct code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton interpreter patches must not outlive their context, and confused descriptors are found in PTX."""
+"""Patches of the Triton interpreter do not outlive their context, and descriptors of two swizzles are found in PTX."""
 
 from __future__ import annotations
 

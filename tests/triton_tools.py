@@ -166,7 +166,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def record_prefetches(
     monkeypatch: pytest.MonkeyPatch, kernel: Kernel, kernel_module: Any, launching_module: Any
 ) -> list[np.ndarray]:
-    """Let the interpreter run a kernel as with PDL, and record the addresses of the bytes that each prefetch covers."""
+    """Let the interpreter run a kernel as with PDL, and record the address of each byte that a prefetch covers."""
     addresses: list[np.ndarray] = []
 
     def prefetch_rows(rows: Any, COLUMNS: int) -> None:  # noqa: N803 - the name of the constexpr
@@ -185,11 +185,11 @@ def record_prefetches(
 def compile_for_hopper(launch: Launch, runs_ptxas: bool = True) -> CompiledKernel:
     """Compile a recorded launch for a Hopper GPU, and check it for faults of Triton and ptxas.
 
-    No wgmma reads what the next step overwrites, no shared address is part of descriptors that ptxas confuses, and no
-    instruction reads a uniform register before it is written (sass.py).
+    No wgmma may read what the next step overwrites, no shared address may be part of descriptors of two swizzles, and
+    no instruction may read a uniform register before it is written (sass.py).
 
-    `runs_ptxas`: False omits the last step, a quarter of the time. The kernel has PTX and metadata, but no binary, so
-    the last check is omitted.
+    `runs_ptxas`: False omits ptxas, which takes a quarter of the time. The kernel then has PTX and metadata but no
+    binary, and the last check is omitted.
     """
     compiled = _compile_for_hopper(launch, runs_ptxas)
     unsafe = addresses_of_two_swizzles(compiled.asm["ptx"])

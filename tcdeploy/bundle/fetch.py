@@ -43,7 +43,7 @@ from tcdeploy.start.planned import PlannedModel
 class FetchResult:
     """`url` has no secrets, and is empty if the cache folder already had the plan. `seconds` covers the whole fetch.
 
-    `unpacked`: None if nothing was fetched.
+    `unpacked` is None if nothing was fetched.
     """
 
     plan_key: str
@@ -156,7 +156,7 @@ def _resolve_bundle_url(source: str, plan_keys: Sequence[str]) -> str:
     if not urls and not exists(source):
         raise MismatchError(
             f"{address.redacted} does not exist",
-            "pass a bundle that exists, or a folder to which tcdeploy warm --cache-to has pushed one",
+            "pass the path or URL of a bundle, or of a folder to which tcdeploy warm --cache-to has pushed one",
         )
     if not urls:
         raise MismatchError(

@@ -8,8 +8,8 @@ lists is never replaced: if a bundled file has the same path and different conte
 CONFLICTS_DIR (cache/files/records.py). A process killed at any point therefore leaves all plans intact, this one
 included. It may leave a temporary folder, and files that no manifest lists; the next unpack of the bundle deletes both.
 
-A bundle with several plans is unpacked plan by plan, and each plan gets the whole signed header. If no trusted key
-signed the bundle, and one signed the folder's header of exactly the same files, that header stays.
+A bundle with several plans is unpacked plan by plan, and each plan gets the whole signed header. A bundle without a
+trusted signature does not replace a signed header in the folder that lists exactly the same files.
 
 If the folder has the plan from a bundle that was compiled later (`compiled_at` of the manifest), the older bundle is
 refused, so that a release that was signed and later withdrawn cannot be installed again. Concurrent unpacks run one
@@ -83,9 +83,10 @@ class UnpackResult:
 class _StoredPlan(NamedTuple):
     """What a cache folder has of a bundle's plan before the bundle is unpacked.
 
-    is_present: its files, undamaged, and a manifest that stays. is_measured: a start has run the plan here, and none
-    had before it was packed. is_signed: a trusted key signed the stored header, and none the bundle.
-    keeps_signature: the signed header lists exactly the bundle's files, so it stays.
+    is_present: the folder has the bundle's files, undamaged, and keeps its manifest.
+    is_measured: a start has run the plan in this folder, and none had run it before it was packed.
+    is_signed: the stored header has a trusted signature, and the bundle has none.
+    keeps_signature: `is_signed`, and the stored header lists exactly the bundle's files, so it stays.
     """
 
     is_present: bool
@@ -220,8 +221,9 @@ def check_not_older(new: Path, existing: Path) -> None:
 def _is_unpacked(folder: Path, packed: Manifest, local: Manifest) -> bool:
     """Whether the folder has this plan with exactly the bundle's files, undamaged.
 
-    If a start has run the same build without the GPU here, the plan may also have the files of that start. False if the
-    bundle's plan has run and the folder's plan has not: then the folder lacks the measurements of a start.
+    If the plan was built without the GPU and a start has run this build in the folder, the plan may also have the files
+    that the start added. False if the bundle's plan has run and the folder's plan has not: then the folder lacks the
+    measurements of a start.
     """
     if packed.has_run and not local.has_run:
         return False
@@ -234,7 +236,7 @@ def _is_unpacked(folder: Path, packed: Manifest, local: Manifest) -> bool:
 def _stage_and_publish(
     path: Path, opened: CheckedHeader, folder: Path, already_present: bool, keeps_header: bool
 ) -> None:
-    """Publish the files and the manifest, unless they are present, and the signed header, unless another one stays."""
+    """Publish the files and the manifest unless `already_present`, and the signed header unless `keeps_header`."""
     for stale in folder.glob(f"{UNPACKING_PREFIX}*"):  # of a killed process: this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     manifest, key = opened.header.manifest, opened.header.plan_key

@@ -210,7 +210,7 @@ def _copy_plans(source: Path, folder: Path) -> None:
 
 
 def _plans_of_other_gpus(folder: Path, plan_keys: list[str], model: str | None) -> dict[str, str]:
-    """Why plans cannot run on this machine, by key. Raises MismatchError if none can."""
+    """Why plans cannot run on this machine, by key. Raises MismatchError if none can run."""
     errors: dict[str, MismatchError] = {}
     for plan_key in plan_keys:
         try:

@@ -91,7 +91,7 @@ def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
 
 
 def _show_kept_and_replaced(unpacked: UnpackResult, out: TextIO) -> None:
-    """What the folder keeps instead of what the bundle has, and what the bundle has replaced."""
+    """Print what the folder keeps although the bundle differs, and what the bundle has replaced."""
     if unpacked.measured_plans:
         kept = "the measurements of this build's first start in the folder are kept"
         show_sentence(f"{kept}; to discard them: --allow-rollback", out)
@@ -99,11 +99,11 @@ def _show_kept_and_replaced(unpacked: UnpackResult, out: TextIO) -> None:
         discarded = "the measurements of earlier starts in the folder are discarded"
         show_sentence(f"{discarded} ({_plans(*plans)}): no start has run the unpacked build", out)
     if plans := unpacked.signed_plans:
-        show_sentence(f"the folder keeps the trusted signature of the same files ({_plans(*plans)})", out)
+        show_sentence(f"the folder keeps its trusted signature, because the files are the same ({_plans(*plans)})", out)
     if plans := unpacked.unsigned_plans:
         show_sentence(
             f"a bundle with a trusted signature is replaced by one without ({_plans(*plans)}): starts with "
-            "--require-signed refuse it",
+            "--require-signed refuse the new one",
             out,
         )
 
@@ -133,7 +133,7 @@ def show_verified(
 ) -> None:  # fmt: skip
     """`replays`: per plan key, the comparison of each bucket's outputs with the packed ones.
 
-    `skipped`: per plan key, why a plan was not run although the others were.
+    `skipped`: per plan key, why the plan was not run.
     """
     if json:
         print(json_document("cache verify", plans=verified, replayed=replays, skipped=skipped))

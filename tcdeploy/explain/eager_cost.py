@@ -3,10 +3,10 @@
 Hooks take timestamps when a module begins and ends; on a GPU these are events on the device's stream. A hook takes
 microseconds, so the shares are those of the model's own time, but a step takes a little longer than without hooks.
 
-A model that cannot be planned has one finding. A start runs every model once on fake tensors (models/probe.py), which
-have sizes but no values. A model that reads values fails there, before anything is traced. The exception's traceback
-contains the line, and its frames the modules. The cost is then measured on transformers' own model with random weights,
-for one prompt, unless the model is large.
+A model that cannot be planned has one finding. A start runs every model once on meta or fake tensors (models/probe.py),
+which have sizes but no values. A model that reads values fails there, before anything is traced. The exception's
+traceback contains the line, and its frames the modules. The cost is then measured on transformers' own model with
+random weights, for one prompt, unless the model is large.
 """
 
 from __future__ import annotations

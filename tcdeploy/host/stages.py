@@ -43,7 +43,7 @@ class ImportTimer:
     def start(self) -> None:
         """Patch the loaders of Python, which have no hook for this, until the `stop` that belongs to this call.
 
-        And `inspect.getmodule`, which makes half of the system calls of an import of torch and transformers.
+        Also patch `inspect.getmodule`, which makes half of the `stat` calls of an import of torch and transformers.
         """
         self._depth += 1
         if self._depth > 1:
@@ -105,7 +105,10 @@ class ImportTimer:
 
 
 def _find_module(find: Callable[..., ModuleType | None], item: Any, *args: Any, **kwargs: Any) -> ModuleType | None:
-    """The module of a frame. `find` resolves the paths of all imported modules, and torch calls it for 150 frames."""
+    """As `find` (inspect.getmodule), but the module of a frame is looked up by name.
+
+    `find` resolves the paths of all imported modules, and an import of torch calls it for 150 frames.
+    """
     if isinstance(item, FrameType):
         module = sys.modules.get(item.f_globals.get("__name__", ""))
         if module is not None and getattr(module, "__file__", None) == item.f_code.co_filename:

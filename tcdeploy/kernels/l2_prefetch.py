@@ -1,7 +1,7 @@
-"""Prefetches into the L2 cache of data that a kernel, or the next one, is going to load.
+"""Prefetches data that this kernel or the next one is going to load into the L2 cache.
 
-A prefetch takes no registers, and nothing waits for it. Triton has no such operation, so it is a PTX instruction, which
-Triton's interpreter cannot run: prefetch only if the kernel uses PDL.
+A prefetch takes no registers, and nothing waits for it. Triton has no such operation, so it is a PTX instruction.
+Triton's interpreter cannot run it, so kernels prefetch only if they use PDL.
 """
 
 from __future__ import annotations

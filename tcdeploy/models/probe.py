@@ -88,11 +88,12 @@ class ProbedModel(NamedTuple):
 def probe_model(
     config: PreTrainedConfig, trust_remote_code: bool = False, mechanisms: Collection[ProbedMechanism] = ()
 ) -> ProbedModel:
-    """The Architecture, and the model with fake tensors, whose quantised layers are converted.
+    """The Architecture, and the model on tensors without data, whose quantised layers are converted.
 
     `mechanisms`: those that keep state in slots. Raises UnsupportedModelError.
 
-    Meta tensors are tried first. If they fail for any reason, the result is that of fake tensors.
+    Unless the model is quantised or has remote code, it is probed on meta tensors first, and on fake tensors only if
+    that fails.
     """
     if dispatch_mode.supported() and not trust_remote_code and not quantisation_method(config):
         with contextlib.suppress(Exception):

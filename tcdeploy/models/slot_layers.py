@@ -1,4 +1,4 @@
-"""Finds the modules whose state a mechanism keeps in slots, while the model runs on fake tensors.
+"""Finds the modules whose state a mechanism keeps in slots, while the model runs on tensors without data.
 
 A mechanism (kernels/state/mechanism.py) recognises its modules and describes what they keep. During the probe's pass
 each of them runs as it will run in a step, with the mechanism's op on fake tensors, so the probe sees the projections

@@ -62,7 +62,7 @@ def source_files(model: nn.Module) -> set[str]:
 def record_executed_files(files: set[str]) -> Iterator[None]:
     """Add to `files` the source file of each Python function that this thread calls within the block.
 
-    From Python 3.12 on, also those of other threads, and each function is recorded at its first call only.
+    From Python 3.12 on, the calls of other threads count too, and each function is recorded only at its first call.
     """
     monitoring: Any = getattr(sys, "monitoring", None)
     tool = next((number for number in FREE_TOOLS if monitoring.get_tool(number) is None), None) if monitoring else None
@@ -72,7 +72,7 @@ def record_executed_files(files: set[str]) -> Iterator[None]:
 
 @contextmanager
 def _recording_all_calls(files: set[str]) -> Iterator[None]:
-    """Also each call and return of a function in C is reported, which makes Python slower."""
+    """sys.setprofile also reports each call and return of a C function, which slows Python down."""
 
     def on_event(frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
@@ -90,12 +90,12 @@ def _recording_all_calls(files: set[str]) -> Iterator[None]:
 def _recording_first_calls(files: set[str], monitoring: Any, tool: int) -> Iterator[None]:
     def on_start(code: CodeType, offset: int) -> Any:
         files.add(code.co_filename)
-        return monitoring.DISABLE  # of this function
+        return monitoring.DISABLE  # for this function
 
     monitoring.use_tool_id(tool, __name__)
     try:
         monitoring.register_callback(tool, monitoring.events.PY_START, on_start)
-        monitoring.restart_events()  # of functions that an earlier block has disabled
+        monitoring.restart_events()  # for functions that an earlier block has disabled
         monitoring.set_events(tool, monitoring.events.PY_START)
         yield
     finally:

@@ -36,7 +36,7 @@ from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, cand
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
 # remote code the model and revision do count, see _plan_key), sizes that programs hold as symbols, and what only the
-# host uses. `is_quantised` follows from the architecture, which enters as a whole.
+# host uses. `is_quantised` follows from the architecture, which is part of the key.
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "slots", "snapshots", "slot_bytes", "workspace_bytes", "tune_seconds",

@@ -63,7 +63,8 @@ SKINNY_PDL_COMBO = Variant("skinny+pdl+combo", (PDL, COMBO_KERNELS), skinny_gemm
 SKINNY_PDL_COMBO_FUSED = Variant("skinny+pdl+combo+fused", (PDL, COMBO_KERNELS), skinny_gemm=True, fused_epilogues=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
-# The kernels in kernels/linear/ are tried first: up to SKINNY_GEMM_MAX_ROWS rows, and with quantised weights always.
+# The kernels in kernels/linear/ are tried first up to SKINNY_GEMM_MAX_ROWS rows. Beyond that, they are tried only with
+# quantised weights.
 DECODE_BATCH_1 = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DEFAULT, COORDINATE_DESCENT_PDL_COMBO, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip

@@ -106,7 +106,7 @@ def exists(source: str) -> bool:
     """Whether a folder URL exists. In an object store, a folder exists as long as it has an object."""
     folder, deadline = Address.parse(source), Deadline()
     store = open_store(folder, deadline)
-    return with_retries(lambda: store.list("") is not None, folder, deadline)  # "" is no plan: only the names are read
+    return with_retries(lambda: store.list("") is not None, folder, deadline)  # no plan has this key: reads names only
 
 
 def open_store(folder: Address, deadline: Deadline) -> Store:

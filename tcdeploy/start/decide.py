@@ -146,7 +146,7 @@ def _explain_target(target: GPUDescription | None) -> tuple[Decision, ...]:
 class RequestedModel(NamedTuple):
     """A model that is quantised by `recipe.quantize`, as `tcdeploy quantize` needs it.
 
-    model: with fake tensors; linear layers that stay dense are nn.Linear. decisions: why. device: the type of device
+    model: without data; linear layers that stay dense are nn.Linear. decisions: why. device: the type of device
     that a start would use.
     """
 

@@ -456,7 +456,7 @@ def test_outputs_are_compared_only_on_the_gpu_of_the_plan(
 def test_plans_of_this_gpu_are_run_and_those_of_others_are_reported(
     own_bucket: int, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever of the two plans comes first."""
+    """In either order of the two plans."""
     gpu, started = H100.gpus[0], list[Recipe]()
     gpus = {bucket: gpu if bucket == own_bucket else replace(gpu, name="NVIDIA H200") for bucket in (32, 64)}
     made = {

@@ -119,7 +119,7 @@ class RecordingRunner:
         return inputs._make_batch(self.runner, Bucket("decode", size), token_ids, blocks_first=rows)
 
     def fill(self, batch: Any) -> int:
-        """The number of prefill steps that it takes. The batch then decodes."""
+        """Fill the state and run the batch. Returns the number of prefill steps."""
         before = self.num_prefills
         batch.fill_state()
         batch.run()

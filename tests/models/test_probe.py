@@ -164,7 +164,7 @@ def test_probing_a_large_model_allocates_no_memory(tmp_path: Path) -> None:
 
 
 def refuse_real_tensors(build: Any) -> Any:
-    """So that the first attempt fails, whose tensors are real if `only_meta_tensors` does nothing."""
+    """Let the first attempt fail, whose tensors are real because the test replaces `only_meta_tensors`."""
 
     def checked(*args: Any) -> Any:
         model = build(*args)

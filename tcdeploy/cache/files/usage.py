@@ -3,7 +3,7 @@
 torch does not report which files a start uses. `FileAccessTracker` records them from Python's audit events while the
 buckets are warmed: files that are opened, loaded as a library, renamed or passed to a subprocess. C++ code in torch and
 Triton opens further files without an audit event, so the companions of a recorded file count as used too: files with
-the same stem, and all files in the same folder of Triton's cache, but not intermediate code. Does not import torch.
+the same stem, and all files in the same folder of Triton's cache, except intermediate code. Does not import torch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _count_outputs(command: object, folder: str) -> None:
 
 
 def _real_path(root: str, folder: str) -> str:
-    """As os.path.realpath of a folder below `root`, which has no links, with fewer system calls."""
+    """os.path.realpath(folder), with fewer system calls. `folder` is below `root`, whose own path has no links."""
     part = folder
     while len(part) > len(root):
         if os.path.islink(part):
@@ -134,7 +134,7 @@ def _list_files(folder: Path) -> frozenset[str]:
 def _companion_files(root: Path, path: Path, siblings: frozenset[str]) -> Iterator[Path]:
     """`path` and the files used with it: all files of its folder in Triton's cache, else those with the same stem.
 
-    The stem ends at the first dot. `siblings`: the files of the folder.
+    The stem ends at the first dot. `siblings`: the names of the files in its folder.
     """
     parts = path.relative_to(root).parts
     is_kernel = parts[0] == TRITON_DIR and len(parts) > 2

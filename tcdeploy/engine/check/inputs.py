@@ -58,7 +58,7 @@ class WarmupBatch(NamedTuple):
         """Write the keys, values and slots of all but each sequence's last token, by eager packed prefills.
 
         Rows whose logits are not compared share sequences (`_joined_rows`), so their blocks have the keys and values of
-        other tokens. Nothing is written if the cache has these tokens, from the check of a larger bucket.
+        other tokens. Nothing is written if the check of a larger bucket has already filled the cache.
         """
         checked = set(checked_rows(self.bucket, len(self.sequences)))
         compared, others = list[Sequence](), list[Sequence]()
@@ -108,7 +108,7 @@ class WarmupBatch(NamedTuple):
 def make_check_batch(
     runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
 ) -> WarmupBatch:
-    """The compared rows of all decode buckets have the same blocks, so that these are filled once (`fill_state`)."""
+    """Compared rows have the same blocks in all decode buckets, so that `fill_state` need not fill them again."""
     token_ids = [prompts.token_ids(prefix) for prefix in prefixes]
     return _make_batch(runner, bucket, token_ids, blocks_first=checked_rows(bucket, len(prefixes)))
 

@@ -100,7 +100,7 @@ class ParityChecker:
             outliers &= check.outlier_rows
             if check.parity.passed and not outliers:
                 break
-            self._runner.filled_state = None  # the bucket may have overwritten it
+            self._runner.filled_state = None  # the bucket may have overwritten blocks
             if self._is_stored:
                 outlier_text = f"; {len(outliers)} outlier rows" if check.parity.passed else ""
                 raise StoredReferenceDiffers(

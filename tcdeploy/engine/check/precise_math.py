@@ -34,7 +34,7 @@ BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 def precise_math(low: torch.dtype, high: torch.dtype, has_convolutions: bool = True) -> Iterator[None]:
     """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`.
 
-    has_convolutions: whether the block may call torch.conv1d. Without it, calls of torch take half the CPU time.
+    has_convolutions: whether the block may call torch.conv1d. If not, no function mode intercepts each call of torch.
     """
     biases = _BiasAfterConvolution() if has_convolutions else contextlib.nullcontext()
     with biases, dispatch_mode.handle_operations(_Raising(low, high)):
@@ -60,7 +60,7 @@ def _conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: An
 
 
 class _Raising:
-    """Computes one operation in `high`."""
+    """The handler of operations in `precise_math`."""
 
     def __init__(self, low: torch.dtype, high: torch.dtype) -> None:
         self._low, self._high = low, high
@@ -92,7 +92,7 @@ class _Raising:
 
 @functools.cache
 def _kind(func: Any) -> str:
-    """What `_Raising` does with an operation."""
+    """How `_Raising` computes an operation; "" if only its inputs are raised."""
     if func.is_view or func in MOVES_DATA or torch.Tag.inplace_view in func.tags:
         return "moves data"
     if func is aten.embedding.default:

@@ -1,9 +1,9 @@
 """Computes the reference logits of the parity check with transformers' own attention, uncompiled.
 
-The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. A prompt
-runs from its first token: a long one alone or with others of about its length, the short ones of decode rows in one
-batch. Two passes are made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding
-errors are negligible. The distance between them is the error that the dtype causes on this model.
+The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. Prompts run
+from their first token: long ones alone or a few at a time, the short ones of decode rows in one batch. Two passes are
+made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding errors are
+negligible. The distance between them is the error that the dtype causes on this model.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Batch(NamedTuple):
 
     token_ids: list[list[int]]
     prefixes: list[list[PromptPrefix]]  # of each prompt
-    is_sampled: bool  # whether the distances of further rows are recorded: of long prompts
+    is_sampled: bool  # whether the distances of further rows are recorded, as for long prompts
 
     @property
     def positions(self) -> list[int]:
@@ -169,12 +169,12 @@ class _Batch(NamedTuple):
 
 
 def _batches(plan: Plan, prompts: CheckPrompts) -> list[_Batch]:
-    """Each long prompt alone, and then all others in one batch.
+    """Long prompts, alone or a few in a batch, and then all others in one batch.
 
     A prompt is computed once more for each prefix whose last token keeps its inputs (see PromptPrefix). On a GPU,
     prompts are extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
     and loading them takes about 1 s on an H100. Appended tokens do not change the logits of a prefix. Long prompts that
-    fit into this number together are computed in one pass, because a pass takes mostly CPU time.
+    fit into this number together are computed in one pass, because most of the time of a pass is spent on the host.
     """
     by_pass: dict[tuple[int, int], list[PromptPrefix]] = defaultdict(list)
     for prefix in prompts.all_prefixes():
@@ -200,12 +200,12 @@ def _batches(plan: Plan, prompts: CheckPrompts) -> list[_Batch]:
 
 
 def _num_tokens(batch: list[list[PromptPrefix]]) -> int:
-    """Of a pass over the prompts of these groups, each as long as the longest prefix."""
+    """The tokens of a pass over these groups, whose prompts all have the length of the longest prefix."""
     return len(batch) * max(group[-1].length for group in batch)
 
 
 def _joined(batches: list[list[list[PromptPrefix]]], most: int) -> list[list[list[PromptPrefix]]]:
-    """The same groups in fewer batches, where several have at most `most` tokens. Longer prompts come first."""
+    """The same groups in fewer batches: several are joined up to `most` tokens. Longer ones come first."""
     joined: list[list[list[PromptPrefix]]] = []
     for batch in sorted(batches, key=_num_tokens, reverse=True):
         if joined and _num_tokens([*joined[-1], *batch]) <= most:

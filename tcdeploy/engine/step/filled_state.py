@@ -8,9 +8,10 @@ from tcdeploy.engine.schedule.sequence import Sequence
 
 
 class FilledState(NamedTuple):
-    """What the KV cache contains: the keys and values of all but the last token of some sequences.
+    """The sequences whose keys and values are in the KV cache, for all but their last tokens.
 
-    compared: their tokens, by their blocks. blocks: all that have been written, also those of other sequences.
+    compared: the tokens of each compared sequence, by its blocks. blocks: all that have been written, including those
+    of other sequences.
     """
 
     compared: dict[tuple[int, ...], tuple[int, ...]]

@@ -33,7 +33,7 @@ from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
 
 ROWS, COLUMNS = 8, 256
-PINNED_BYTES = [1 << power for power in range(6, 17)]  # of the uploads to decode rows
+PINNED_BYTES = [1 << power for power in range(6, 17)]  # sizes of uploads to decode rows
 _initialization: threading.Thread | None = None  # the latest
 log = logging.getLogger("tcdeploy.engine")
 
@@ -67,7 +67,7 @@ def _initialize() -> None:
 
 @torch.no_grad()
 def _use_libraries(device: torch.device) -> None:
-    """A product of cuBLAS, the operators of the parity check, and page-locked memory, which torch keeps."""
+    """Run a product of cuBLAS and the operators of the parity check; allocate page-locked memory, which torch keeps."""
     for size in PINNED_BYTES:
         torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device=device)

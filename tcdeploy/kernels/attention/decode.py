@@ -1,7 +1,7 @@
 """Triton decode attention over the paged KV cache, in one kernel launch (decode_kernel.py). Imports no Triton.
 
-The kernel writes the new token's key and value, computes attention and merges the splits. With `cos` and `sin` it also
-applies RoPE to q and k first, with `norms` after an RMSNorm of each head (programs/passes/rotary.py).
+The kernel writes the new token's key and value, computes attention and merges the splits. With `cos` and `sin` it first
+applies RoPE to q and k, and with `norms` an RMSNorm to each head before RoPE (programs/passes/rotary.py).
 
 At large batches the kernel is limited by memory bandwidth, and at batch 1 by latency. Four choices keep the chain of
 dependent loads short ("program" means a Triton program instance here, one thread block):

@@ -170,7 +170,7 @@ def _apply_rotary(x, partner, cos_row, sin_row):
 @ignore_comments
 @triton.jit
 def _normalise(x, partner, norm, dims, partner_dims, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm over the last dimension of x, and of `partner`, which has the same elements in another order; float32."""
+    """RMSNorm of x over its last dimension, in float32; also of `partner`, which has x's elements in another order."""
     x, partner = x.to(tl.float32), partner.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / HEAD_DIM + eps)
     weights = tl.load(norm + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
@@ -189,7 +189,7 @@ def _prefetch_tile(
 ):  # fmt: skip
     """Prefetch a split's first tile of K and V, which earlier steps wrote. Past the sequence it prefetches slot 0.
 
-    Otherwise the tile would wait for the weights that the successor reads while this kernel computes.
+    Otherwise its loads would wait for those of the weights that the next kernel reads while this one computes.
     """
     keys = start + tl.arange(0, KEYS)
     slots = tl.where(keys < cached, key_slots(ids.to(tl.int64), keys, kv_head, KV_HEADS, BLOCK_SIZE), 0)

@@ -49,7 +49,7 @@ class DecodeMetadata(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The RMSNorms of the heads of queries and keys before RoPE: weights [head_dim]."""
+    """The RMSNorms of query and key heads before RoPE: their weights [head_dim], and eps."""
 
     q: Tensor
     k: Tensor

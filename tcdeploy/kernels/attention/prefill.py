@@ -145,9 +145,9 @@ def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
 def _tile_columns(head_dim: int, v_head_dim: int, is_converted: bool) -> tuple[int, int]:
     """Columns of a tile of K and of one of V; those past the head size are masked.
 
-    A tile of an FP8 cache is converted into shared memory, K and V at the same address. They get the same swizzle,
-    which depends on the columns up to 64: otherwise ptxas 12.8 confuses the descriptors of the wgmma operands, and V of
-    all but the first 16 keys was read from a wrong address.
+    Tiles of an FP8 cache are converted into shared memory, K and V at the same address. The narrower one gets as many
+    columns as the other, up to 64, and so the same swizzle. With two swizzles, ptxas 12.8 confuses the descriptors of
+    the wgmma operands: V of all but the first 16 keys was read from a wrong address.
     """
     dim, v_dim = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     at_least = min(max(dim, v_dim), 64) if is_converted else 0

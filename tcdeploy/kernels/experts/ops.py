@@ -36,8 +36,8 @@ def top_k(scores: Tensor, k: int, softmax: str, dtype: str, weights: Tensor | No
 
     scores: [rows, columns], for which routing.is_supported. dtype: a key of routing.DTYPES.
     softmax: over "all" columns of the row or the "selected" ones, in float32; "none": values are scores.
-    weights: [columns, ...] of experts, contiguous. On a GPU with PDL, the beginnings of both halves of the chosen ones
-        are prefetched into the L2 cache.
+    weights: [columns, ...] of experts, contiguous. On a GPU with PDL, the beginning of each half of a chosen expert's
+        weights is prefetched into the L2 cache.
     routing.py says how equal scores and NaN are ordered.
     """
     if scores.is_cuda:

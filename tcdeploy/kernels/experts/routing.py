@@ -2,8 +2,8 @@
 
 torch.topk is two kernels, and the softmax before it and the normalisation after it are two more. Each of them takes
 longer than reading a row. Here one warp holds a row in registers and takes its maximum `top_k` times. Further warps do
-the same, and each prefetches a share of the chosen experts' weights while memory is idle: a layer of Qwen3 30B-A3B in
-FP8 is 0.6 us faster.
+the same, and each prefetches a share of the chosen experts' weights while memory is idle: router and experts of a layer
+of Qwen3 30B-A3B in FP8 take 16.7 instead of 17.3 us (H200).
 
 Softmax does not change the order, so columns are chosen by their logits. Chosen probabilities divided by their sum are
 the softmax of the chosen logits, which is what gpt-oss computes.
@@ -25,7 +25,7 @@ TOP_K = Kernel("tcdeploy.kernels.experts.routing_kernel", "_top_k_kernel")
 SOFTMAX_KINDS = ("none", "all", "selected")
 MAX_COLUMNS = 1024  # a thread holds 32 of them
 MAX_TOP_K = 32  # unrolled steps
-# Programs per row, if they prefetch weights, and the bytes of each half of an expert that one of them prefetches.
+# Programs per row if they prefetch weights, and the bytes that one of them prefetches of each half of an expert.
 PREFETCH_PROGRAMS, PROGRAM_BYTES = 64, 4096
 MIN_KERNEL_SIZE = 32  # of the kernel's tensors: one element for each thread of a warp
 # By name, since ops cannot take a dtype (custom_op.py).

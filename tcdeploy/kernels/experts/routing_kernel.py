@@ -16,7 +16,11 @@ def _top_k_kernel(
     values, indices, scores, weights, columns, row_stride, expert_size,
     TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program of one warp per row. COLUMNS and SLOTS: the columns and TOP_K, rounded up to powers of two."""
+    """A program is one warp, and chooses the columns of one row.
+
+    If `weights` are prefetched, a row has several programs. Each prefetches a share, and the first stores the result.
+    COLUMNS and SLOTS: the columns and TOP_K, rounded up to powers of two.
+    """
     LOWEST: tl.constexpr = -0x80000000
     FREE_BITS: tl.constexpr = 0 if scores.dtype.element_ty == tl.float32 else 0x1FFF
     row = tl.program_id(0).to(tl.int64)
@@ -33,7 +37,7 @@ def _top_k_kernel(
     # Integers in the order of the floats: 0.0 makes -0.0 equal to it, and NaN is the largest.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     keys = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-    if FREE_BITS:  # so many low bits of `bits` are zero: the lower of two equal columns gets the larger key
+    if FREE_BITS:  # these bits are zero, and take the column: of equal scores, the lower column has the larger key
         keys = keys & ~FREE_BITS | FREE_BITS - column
     keys = tl.where(in_row, keys, LOWEST)
     top_keys, top_columns = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)

@@ -1,12 +1,12 @@
 """Launches the GEMM of interleaved int4 weights for many rows of x on Hopper.
 
-As in the register GEMM, the weight is the first operand of the tensor cores, and is made of codes in the registers from
-which they read it. Values are multiplied by their scales and rounded to x's dtype, so they equal those of a dense copy.
-This kernel makes them while the tensor cores multiply. A tile of 128 rows of the weight has up to 256 rows of x, so
-that few programs make the same values.
+As in the register GEMM, the weight is the first operand of the tensor cores, and its codes are converted in the
+registers from which they read it. Values are multiplied by their scales and rounded to x's dtype, so they equal those
+of a dense copy. This kernel converts codes while the tensor cores multiply. A tile has 128 rows of the weight and up to
+256 rows of x, so that few programs convert the same codes.
 
-If there are fewer tiles than the GPU runs programs at once, or a few more than a multiple of it, the columns are split
-among programs. Their sums are stored in x's dtype, and a second kernel adds them in a fixed order.
+If there are fewer tiles than the GPU runs programs at once, or a few more than a multiple of that number, the columns
+are split among programs. Their sums are stored in x's dtype, and a second kernel adds them in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tcdeploy.torch_compat.triton.kernel import Kernel
 
 GEMM = Kernel("tcdeploy.kernels.linear.hopper_gemm_kernel", "_hopper_gemm_kernel")
 NUM_WARPS = 8
-COPY_ELEMENTS = 16  # of x, to a multiple of which Triton has to know that rows are aligned, for copies of 16 bytes
+COPY_ELEMENTS = 16  # Triton copies 16 bytes of x at a time if it knows that the row stride is a multiple of this
 MULTIPROCESSORS = 132  # of an H100 or H200, assumed on a CPU
 
 

@@ -5,7 +5,7 @@ values of the next one. `tl.dot` would wait for the product first (scheme_codes.
 
 Rejected: products of 16 columns at a time, between which the values of the next 16 are made: with 256 rows, 195 us
 instead of 174 for the four products of a layer (H200). Equal shares of the columns of all tiles for each program: the
-kernel that added the parts took 6 us per product.
+kernel that added the parts took 6 to 7 us per product.
 """
 
 # ruff: noqa: SIM102, SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
@@ -111,10 +111,10 @@ def _multiply(
 ):  # fmt: skip
     """acc [n, m] plus the products of groups `first` to `end` of 128 columns.
 
-    Even and odd steps have shared memory of their own, SLOTS stages each. A step starts the copies of the step SLOTS
-    later. If SLOTS is odd, this is other memory than that which the step reads, so that Triton does not add a barrier.
-    The slot of those copies was read SLOTS steps ago or earlier. After the barrier at the beginning of a step, only the
-    product of the previous step may still run.
+    Even and odd steps each have their own shared memory, of SLOTS stages. A step starts the copies of the step SLOTS
+    later. With an odd SLOTS, these go to the memory that the step does not read, so that Triton does not add a barrier.
+    They overwrite a slot that was last read SLOTS steps ago or earlier. After the barrier at the beginning of a step,
+    only the product of the previous step may still run.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     first_step, end_step = first * GROUP_STEPS, end * GROUP_STEPS

@@ -10,7 +10,8 @@ loads the columns of x in another order. It keeps pairs of neighbouring columns 
 The columns of a step are in one group. The sums of a step are multiplied by the group's scale, so values are exact.
 int4 weights with more than 64 rows of x (32 if the weight is wide, WIDE_N) have too many sums for the registers, so the
 scales multiply the values, which are rounded to x's dtype. The tensor cores then add all steps to the same sums, as
-they do for weights without groups. More than 128 rows are divided among programs, each of which converts its codes.
+they do for weights without groups. More than 128 rows are divided among programs, each of which converts the codes
+again.
 
 The columns of narrow weights, and of wide int4 ones with up to 16 rows of x, are split among programs, in parts that
 differ by at most a step. A second kernel adds the sums of the parts in a fixed order. They are stored in float32, or in

@@ -6,10 +6,10 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-- 2 to 384 rows with interleaved int4 weights, which the skinny GEMM and the next kernel do not take, and 9 to 64 rows
+- 2 to 384 rows with interleaved int4 weights, which the skinny GEMM and scheme_gemm.py do not take, and 9 to 64 rows
   with FP8 weights (register_gemm.py): the weight is the first operand of larger tensor-core instructions.
-- 129 to 2,048 rows with interleaved int4 weights on Hopper (hopper_gemm.py): values are made in registers while the
-  tensor cores multiply.
+- 129 to 2,048 rows with interleaved int4 weights on Hopper, unless the register GEMM is faster (hopper_gemm.py): codes
+  are converted in registers while the tensor cores multiply.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.

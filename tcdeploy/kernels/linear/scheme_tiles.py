@@ -6,7 +6,7 @@ the fastest tile of each, with interleaved int4 weights at most 3%, and with FP8
 32 rows, and 10% with 64. Tiles of more than 64 rows were not compared with 8-bit weights. The tiles of interleaved int4
 and FP8 weights were timed with the operations that decode steps fuse. Those of 128 rows are also used for 129 to 384
 rows, where other tiles of the register GEMM were slower. The number of parts in the Hopper GEMM follows from a model of
-its time. In products of 129 to 2,048 rows, the fastest number was at most 8% faster.
+its time: for 129 to 2,048 rows, the fastest number took at most 8% less.
 
 Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
 faster for 4-bit weights with many columns, and slower for all others.
@@ -117,7 +117,7 @@ REGISTER_GEMM_TILES = (
 )
 F64_S4, F128_S8, F128U2, F128_V, F128_V_S8, F128, F128_S4 = range(len(REGISTER_GEMM_TILES))
 HOPPER_GEMM_TILE = HopperGemmTile("h256_128", 256, 128, 6)
-HOPPER_BLOCK_K = 128  # columns of which a program has whole numbers: one group of the usual size
+HOPPER_BLOCK_K = 128  # a program has a multiple of this number of columns: one group of the usual size
 # Microseconds on an H200, from which the number of parts of the columns follows.
 HOPPER_BLOCK_US, HOPPER_TILE_US, PARTS_US, PART_ELEMENT_US = 1.4, 1.5, 1.0, 0.73e-6
 MAX_HOPPER_SPLITS = 8
@@ -211,7 +211,7 @@ def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile:
 
 
 def is_register_faster(rows: int, n: int) -> bool:
-    """Whether the register GEMM, with tiles of 128 rows of x, is faster on Hopper: the other tile is half empty."""
+    """Whether the register GEMM, with tiles of 128 rows of x, is faster: a tile of the Hopper GEMM is half empty."""
     return n >= WIDE_N and HOPPER_GEMM_TILE.block_m < rows <= MAX_INTERLEAVED_ROWS
 
 
@@ -221,7 +221,7 @@ def count_hopper_tiles(tile: HopperGemmTile, rows: int, n: int) -> tuple[int, in
 
 
 def fit_hopper_splits(tile: HopperGemmTile, rows: int, n: int, k: int, multiprocessors: int) -> int:
-    """The number of parts of the columns of a weight [n, k] with which the programs and the sum of parts end first.
+    """The number of parts of the columns of a weight [n, k] that take least time, by a model of product and sum.
 
     An SM runs one program at a time.
     """

@@ -117,7 +117,7 @@ def _is_equal(copy: Copy) -> bool:
     """Whether the target has the values of the source.
 
     In chunks for which the allocator keeps its memory, because page faults took longer than reading. They are compared
-    on the target's device: comparing 16 GB on the host took 27 s of CPU time (H200 machine).
+    on the target's device: with 16 GB on an H200, the stage `record` takes 9.4 s of CPU time instead of 28.8.
     """
     stored, target, evaluate, *_ = copy
     if evaluate is not None:

@@ -57,7 +57,7 @@ def fuse_expert_swiglu(graph: Graph) -> None:
 def prefetch_experts(graph: Graph) -> None:
     """Let `top_k` prefetch the weights of the product with the experts that it chooses, if it is gated.
 
-    A program of that product begins with the rows of both halves that `top_k` has prefetched.
+    The first programs of that product read the rows of both halves that `top_k` has prefetched.
     """
     for node in graph.find_nodes(op="call_function", target=tcdeploy_ops.gated_expert_linear.default):
         ids: Any = node.args[1]

@@ -72,7 +72,7 @@ def _takes_norm(node: Node) -> bool:
 
 
 def _match_rms_norm(row: Node) -> RMSNormMatch | None:
-    """The RMSNorm of all of a contiguous tensor that computes `row`, [1, size], else None."""
+    """The RMSNorm that computes `row` [1, size] from all elements of a contiguous tensor, else None."""
     norm = match_norm(row)
     if norm is None:
         return None

@@ -1,8 +1,8 @@
 """FX pass: fuse RoPE into decode attention, with the RMSNorms of heads before it.
 
 The decode kernel loads q and k anyway; rotating them there saves a launch that attention would wait for, which matters
-at small batches. Matches rotate-half RoPE of a linear layer's output, as in Llama, or at batch 1 of its heads after an
-RMSNorm, as in Qwen3. Norms in larger batches have not been timed.
+at small batches. Matches rotate-half RoPE of a linear layer's output, as in Llama, and at batch 1 also after an RMSNorm
+of each head, as in Qwen3. Norms in larger batches have not been timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUT_VIEWS = {aten.select.int, aten.permute.default}
 class RotaryMatch(NamedTuple):
     """x * cos + rotate_half(x) * sin under `views`, outermost first; cos and sin are [1, tokens, head_dim].
 
-    With `norm`, x is the input of an RMSNorm of each head, and the last of the views are of its output.
+    With `norm`, x is the input of an RMSNorm of each head, and the last of the `views` apply to its output.
     """
 
     x: Node
@@ -110,7 +110,7 @@ def _match_rotary(node: Any) -> RotaryMatch | None:
 
 
 def _match_head_norm(heads: Any) -> RMSNormMatch | None:
-    """The RMSNorm over the last dimension that computes `heads` from heads of a product, else None."""
+    """The RMSNorm over the last dimension that computes `heads` from a product, else None."""
     norm = match_norm(heads) if isinstance(heads, Node) else None
     if norm is None or norm.x.meta["val"].shape != heads.meta["val"].shape:
         return None

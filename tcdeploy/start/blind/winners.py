@@ -1,4 +1,4 @@
-"""Autotuner results of Inductor that a build for another GPU takes over (`--winners`). Does not import torch."""
+"""Reads the autotuner results of Inductor that `--winners` passes to a build without the GPU. Does not import torch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def supported() -> bool:
 
 
 def replace_inputs(node: Node, inputs: dict[str, Any]) -> None:
-    """Replace keyword inputs of `node` by nodes, which must have meta["val"], or constants."""
+    """Replace keyword inputs of `node` by constants, or by nodes that have meta["val"]."""
     node.kwargs = {**node.kwargs, **inputs}
     traced = node.meta.get(KEY)
     if traced is not None:

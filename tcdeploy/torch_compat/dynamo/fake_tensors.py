@@ -1,8 +1,8 @@
 """Build and run a model without memory for its weights.
 
 FakeTensorMode makes tensors with shape, dtype and device but no data. Where torch lacks it, tensors on the meta device
-take its place, which some model types cannot run on; the probe refuses those. Operations on meta tensors take half as
-long, so the probe tries these first (`only_meta_tensors`).
+take its place, which some model types cannot run on; the probe refuses those. On meta tensors the probe takes half
+as long, so it tries these first (`only_meta_tensors`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def fake_tensors() -> Iterator[None]:
 
 
 class OtherTensorError(Exception):
-    """An operation has a tensor that is not on the meta device."""
+    """A tensor of an operation is not on the meta device."""
 
 
 @contextlib.contextmanager
 def only_meta_tensors() -> Iterator[None]:
     """Within the block, new tensors are on the meta device. Raises OtherTensorError at an operation on another tensor.
 
-    Then every tensor has only a shape and a dtype, which meta and fake tensors compute with the same functions.
+    Without the error, tensors have only shapes and dtypes, which meta and fake tensors compute with the same functions.
     """
 
     def check(name: str, *operands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gluon, Triton's language with explicit layouts, in which a kernel waits for the tensor cores itself.
+"""Gluon, Triton's language with explicit layouts, in which a kernel itself waits for the tensor cores.
 
 `tl.dot` waits for its product before the next step of a loop, if an operand is in registers. In Gluon a product runs
 while the kernel makes the operand of the next one. Triton calls Gluon experimental, so names may move.

@@ -1,7 +1,8 @@
-"""Files of a compiled kernel that no start needs. Imports nothing.
+"""The suffixes of a compiled kernel's files that no start needs. Imports nothing.
 
-Triton stores the code of each stage of a compilation, and reads all of it back with the kernel. Launches only use the
-binary, and Inductor the PTX. The others have half the files of a plan on a GPU, and two thirds of their bytes.
+Triton stores the code of each stage of a compilation, and loads all of it with the kernel. Launches use only the
+binary, and Inductor the PTX. In a bundle of the 8B shape with default sizes, the other code had 224 of 508 files, and
+18.6 of 42.8 MB.
 """
 
 INTERMEDIATE_CODE = (".ttir", ".ttgir", ".llir", ".source")

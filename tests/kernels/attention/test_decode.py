@@ -218,7 +218,7 @@ def test_rope_in_the_kernel_equals_rope_before_it(case, splits, device):
     ids=["", "heads of 80", "bfloat16"],
 )
 def test_norms_of_heads_in_the_kernel_equal_norms_before_it(case, splits, lengths, device):
-    """Small heads, of which eps is a part."""
+    """The heads are small, so that eps matters."""
     step = make_step(case, lengths, device)
     step = step._replace(q=step.q / 30, k=step.k / 20)
     angles = torch.randn(len(lengths), case.head_dim // 2).repeat(1, 2) * 3
@@ -293,7 +293,7 @@ def test_opcheck_passes_and_so_the_declared_mutations_are_complete(splits, devic
 @pytest.mark.parametrize("block_size", [16, 256], ids=["blocks smaller than a tile", "larger"])
 @pytest.mark.parametrize("window", [0, 100], ids=["", "window"])
 def test_the_first_tiles_of_all_splits_are_prefetched_and_no_other_memory(window, block_size, monkeypatch):
-    """With three splits and tiles of 128 keys. All that is prefetched is in the caches or an operand."""
+    """Three splits, and tiles of 128 keys. All that is prefetched is in a cache or another operand."""
     case = Case(head_dim=128, group=2, kv_heads=1, block_size=block_size, window=window, dtype=torch.bfloat16)
     step = make_step(case, [310], "cpu")
     step.sequences.block_table[0, -(-310 // block_size) :] = 10**6

@@ -263,7 +263,7 @@ def test_the_kernels_compile_for_hopper_and_convert_in_hardware(case, monkeypatc
     ],
 )
 def test_k_and_v_of_prefill_get_one_swizzle(head_dim, v_head_dim, dim, v_dim, monkeypatch, tmp_path) -> None:
-    """Otherwise ptxas 12.8 computes most descriptors of V from registers that it does not write."""
+    """With two swizzles, ptxas 12.8 computes most descriptors of V from registers that it does not write."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     launch_all(Case(head_dim, v_head_dim, group=2, dtype=torch.float16), batch=1, splits=8)

@@ -46,7 +46,7 @@ TILE = HOPPER_GEMM_TILE
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Launches of the kernel that products of a CPU tensor would make on Hopper."""
+    """Records the launches that products of CPU tensors would make on Hopper."""
     monkeypatch.setattr(hopper_gemm, "supports_wgmma", lambda device: True)
     monkeypatch.setattr(hopper_gemm, "supports_pdl", lambda device: True)
     return record_launches(monkeypatch)
@@ -55,7 +55,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def launch_of(
     launches: list[Launch], form: str, is_split: bool, dtype: torch.dtype = torch.bfloat16
 ) -> Launch:  # fmt: skip
-    """With more rows of the weight, the columns are not split."""
+    """The launch of a product. Its columns are split if the weight has few rows."""
     n = 512 if is_split else TILE.block_n * H200
     x, tensors, extras = product(CASE, TILE.block_m, form, dtype, n=n, k=1024)
     run(CASE, x, tensors, extras, tile=TILE)
@@ -85,7 +85,7 @@ def test_values_are_made_in_registers_while_the_tensor_cores_multiply(
 
 
 def assert_values_are_made_between_products(code: list[Instruction]) -> None:
-    """Those of the two steps of an iteration."""
+    """An iteration of the loop has two steps."""
     products = [i for i, item in enumerate(code) if item.name.startswith("HGMMA")]
     end = next(i for i, item in enumerate(code) if item.name == "BRA" and i > products[-1])
     loop = [item.name for item in code[products[0] : end]]
@@ -97,7 +97,7 @@ def assert_values_are_made_between_products(code: list[Instruction]) -> None:
 def test_registers_that_are_overwritten_are_found(
     on_hopper: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of the last product of an iteration, which runs into the next."""
+    """The fault overwrites an operand of an iteration's last product, which still runs in the next iteration."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     code = machine_code(compile_for_hopper(launch_of(on_hopper, "plain", True)))
     assert not overwritten_registers(code)
@@ -204,7 +204,7 @@ def test_products_agree_around_the_borders_of_tiles(
 @pytest.mark.parametrize("splits", [1, 2, 3, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_any_number_of_parts_agrees(form: str, splits: int, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nine groups, so that parts differ by one. Two parts of few rows may be 0.6% from the precise product."""
+    """There are nine groups, so parts differ by one group. Rounding two parts costs up to 0.6% of the product."""
     monkeypatch.setattr(hopper_gemm, "fit_hopper_splits", lambda *_: splits)
     bounds = [9 * part // splits * 128 for part in range(splits + 1)]
     for rows, dtype in ((3, torch.bfloat16), (300, torch.float16)):
@@ -221,7 +221,7 @@ def test_any_number_of_parts_agrees(form: str, splits: int, hopper: None, monkey
 @pytest.mark.parametrize("case", INTERLEAVED)
 @pytest.mark.parametrize("rows", [150, 300])
 def test_groups_of_any_width_agree(case: str, rows: int, hopper: None) -> None:
-    """One of them is as wide as the weight."""
+    """One group is as wide as the weight."""
     x, tensors, extras = product(case, rows, "added", torch.bfloat16, "cuda", n=4096, k=768)
     assert_agrees_with_rounded_values(case, run(case, x, tensors, extras), x, tensors, extras)
 

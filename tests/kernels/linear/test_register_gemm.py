@@ -266,7 +266,7 @@ def test_values_go_from_codes_to_the_tensor_cores_in_registers(
 def test_products_of_many_rows_leave_nothing_on_the_stack(
     tile: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Otherwise each step reads a pointer back, before it can load the scales."""
+    """Each step would read a pointer back before it can load the scales."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(register_gemm, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)

@@ -137,7 +137,7 @@ def by_factors_of_each_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> 
 
 
 def over_all_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """As in OLMo 2: the weights are those of heads here, but the mean is not."""
+    """The mean is over all heads, as in OLMo 2. The weights are those of one head."""
 
     def normalise(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean((1, 3), keepdim=True) + 1e-2) * weight
@@ -152,7 +152,7 @@ def in_another_shape(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def of_sums(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Not of a product."""
+    """Norms of sums instead of products."""
     return tuple(apply_rope(norm(x + 1), cos, sin) for norm, x in ((Q_NORM, q), (K_NORM, k)))
 
 
