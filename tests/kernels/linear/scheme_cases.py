@@ -119,7 +119,7 @@ def reference(case: str, x: Tensor, tensors: list[Tensor], extras: dict[str, Any
 def product_of_rounded_parts(
     x: Tensor, values: Tensor, tile: RegisterGemmTile, gated: bool = False, addend: Tensor | None = None
 ) -> Tensor:
-    """`sum_of_rounded_parts`, of the parts of a tile of the register GEMM."""
+    """`sum_of_rounded_parts` with the parts into which the register GEMM splits the columns."""
     n, k = values.shape
     parts, size = fit_parts(tile, len(x), n, k), REGISTER_BLOCK_K * fit_unroll(tile, k)
     bounds = [part * (k // size) // parts * size for part in range(parts + 1)]
@@ -129,7 +129,7 @@ def product_of_rounded_parts(
 def sum_of_rounded_parts(
     x: Tensor, values: Tensor, bounds: Sequence[int], gated: bool = False, addend: Tensor | None = None
 ) -> Tensor:
-    """As `expected`, with the weight rounded to x's dtype, and the sums of parts of the columns, if there are several.
+    """As `expected`, with the weight rounded to x's dtype. Sums of several parts of the columns are rounded too.
 
     On a CPU bfloat16 is truncated, as in Triton's interpreter.
     """

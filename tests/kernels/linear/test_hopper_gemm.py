@@ -40,7 +40,7 @@ H200 = 132  # multiprocessors
 FORMS = ("plain", "added", "gated")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 ERROR_LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
-ROUNDED_PARTS_LIMIT = {torch.bfloat16: 2e-3, torch.float16: 5e-4}  # if the reference rounds the same parts
+ROUNDED_PARTS_LIMIT = {torch.bfloat16: 2e-3, torch.float16: 5e-4}  # of a reference that rounds the same parts
 TILE = HOPPER_GEMM_TILE
 
 
