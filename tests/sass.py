@@ -15,6 +15,7 @@ from typing import NamedTuple
 from triton import knobs
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?(U?P)(\w) +)?([A-Z]\S*) ?([^;]*?)) *;")
+DOUBLE = ("DADD", "DMUL", "DFMA", "DSETP")  # instructions whose sources have 64 bits
 _FIRST_BIT = {"UR": 0, "P": 64, "UP": 72}  # of each kind of register in a mask
 
 
@@ -91,7 +92,7 @@ def _operands(opcode: str, operands: list[str]) -> tuple[int, int]:
     kinds = "".join(operand[-2] if re.fullmatch(r"U?P\w", operand) else operand[:1] for operand in operands)
     # Results come first. A predicate is followed by the second result of a comparison, or by what a shuffle or an
     # atomic instruction returns; a register is followed by carries.
-    results = len(re.match(r"P.?|[RU]P*|", kinds)[0])
+    results = 0 if base == "BRA" else len(re.match(r"P.?|[RU]P*|", kinds)[0])
     if base == "UPRMT" and operands[-1] == operands[0]:  # writes one half of a register, and keeps the other
         operands = operands[:-1]
     reads, writes = 0, 0xFF << _FIRST_BIT["P"] if operands[0] == "PR" else 0
@@ -101,7 +102,8 @@ def _operands(opcode: str, operands: list[str]) -> tuple[int, int]:
             if kind == "UR" and i < results:
                 count = width
             elif kind == "UR":
-                count = {"gdesc[": 4, "desc[": 2, "": width if base == "UIADD3" else 1}.get(context, 1)
+                is_wide = base in DOUBLE or {"S64", "U64"} & set(suffixes) or ("WIDE" in suffixes and i == results + 2)
+                count = {"gdesc[": 4, "desc[": 2, "": width if base == "UIADD3" else 1 + bool(is_wide)}.get(context, 1)
                 unused = 2 * (context == "gdesc[" and operands[1].startswith("R"))  # of a wgmma with A in registers
             mask = (1 << count) - (1 << unused) << first
             reads, writes = (reads, writes | mask) if i < results else (reads | mask, writes)

@@ -23,6 +23,10 @@ ACCEPTED = """
 .L_x_0:
         /*00b0*/                   HGMMA.64x32x16.F32 R56, R12, gdesc[UR42].tnspB, RZ, !UPT ;
         /*00b8*/                   HGMMA.64x32x16.F32 R56, gdesc[UR44].tnspB, R56, gsb0 ;
+        /*00ba*/                   UMOV UR52, 0x1 ;
+        /*00bb*/                   UMOV UR53, 0x0 ;
+        /*00bc*/                   DADD R8, R8, UR52 ;
+        /*00bd*/                   IMAD.WIDE.U32 R8, R4, 0x4, UR52 ;
         /*00c0*/                   SHFL.BFLY P1, R4, R71, 0x1, 0x1f ;
         /*00d0*/               @P1 FADD R5, R4, R56 ;
         /*00e0*/                   CALL.REL.NOINC `($_kernel$divide) ;
@@ -58,6 +62,8 @@ def test_code_that_writes_what_it_reads_is_accepted() -> None:
         ("ISETP.GE.AND P0, PT, R15, 0x1, PT", ["@P0 BRA", "@!P0 BRA"]),
         ("SHFL.BFLY P1, R4, R71, 0x1, 0x1f", ["@P1 FADD"]),
         ("UMOV UR50, 0x2", ["IMAD"]),
+        ("UMOV UR52, 0x1", ["DADD", "IMAD.WIDE"]),
+        ("UMOV UR53, 0x0", ["DADD", "IMAD.WIDE"]),  # the second half
     ],
 )
 def test_each_instruction_that_reads_what_nothing_wrote_is_found(removed: str, reading: list[str]) -> None:
@@ -65,6 +71,11 @@ def test_each_instruction_that_reads_what_nothing_wrote_is_found(removed: str, r
     found = unwritten_in(ACCEPTED.replace(removed, "NOP"))
     assert len(found) == len(reading)
     assert all(text.startswith(start) for text, start in zip(found, reading, strict=True))
+
+
+def test_a_branch_does_not_write_its_predicate() -> None:
+    code = ACCEPTED.replace("@P0 BRA `(.L_x_1)", "BRA.U UP3, `(.L_x_1)")
+    assert [text for text in unwritten_in(code) if "UP3" in text] == ["BRA.U UP3, `(.L_x_1)"]
 
 
 def test_a_register_that_only_one_of_two_paths_writes_is_found() -> None:

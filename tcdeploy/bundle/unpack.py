@@ -86,13 +86,13 @@ class _StoredPlan(NamedTuple):
     is_present: the folder has the bundle's files, undamaged, and keeps its manifest.
     is_measured: a start has run the plan in this folder, and none had run it before it was packed.
     is_signed: the stored header has a trusted signature, and the bundle has none.
-    keeps_signature: `is_signed`, and the stored header lists exactly the bundle's files, so it stays.
+    signed_manifest: of the stored header, if `is_signed` and it lists exactly the bundle's files. Then both stay.
     """
 
     is_present: bool
     is_measured: bool
     is_signed: bool
-    keeps_signature: bool
+    signed_manifest: Manifest | None
 
 
 def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> CheckedHeader:
@@ -144,7 +144,7 @@ def unpack(
             if not is_all_present:
                 check_free_space(folder, size + SPARE_BYTES, "unpacking needs")
             for plan, here in zip(plans, stored, strict=True):
-                _stage_and_publish(path, plan, folder, here.is_present, here.keeps_signature)
+                _stage_and_publish(path, plan, folder, here.is_present, here.signed_manifest)
     except OSError as error:
         if error.errno in DISK_FULL:
             raise SpaceError(
@@ -160,8 +160,8 @@ def unpack(
         key, len(files), size, opened.signer, is_all_present, tuple(other_plans),
         measured_plans=keys_where(lambda plan: plan.is_measured and plan.is_present),
         unmeasured_plans=keys_where(lambda plan: plan.is_measured and not plan.is_present),
-        signed_plans=keys_where(lambda plan: plan.keeps_signature),
-        unsigned_plans=keys_where(lambda plan: plan.is_signed and not plan.keeps_signature),
+        signed_plans=keys_where(lambda plan: plan.signed_manifest is not None),
+        unsigned_plans=keys_where(lambda plan: plan.is_signed and not plan.signed_manifest),
     )  # fmt: skip
 
 
@@ -176,8 +176,10 @@ def _stored_plan(opened: CheckedHeader, folder: Path, trusted_keys: Path, keeps_
     is_measured = local is not None and local.has_run and not packed.has_run
     is_present = is_present and (keeps_measurements or not is_measured)
     is_signed = opened.signer is None and stored is not None and stored.signer is not None
-    has_same_files = stored is not None and set(stored.files) == set(opened.files)
-    return _StoredPlan(is_present, is_measured, is_signed, is_signed and has_same_files)
+    signed_manifest = None
+    if is_signed and stored is not None and set(stored.files) == set(opened.files):
+        signed_manifest = stored.header.manifest
+    return _StoredPlan(is_present, is_measured, is_signed, signed_manifest)
 
 
 def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:
@@ -234,16 +236,19 @@ def _is_unpacked(folder: Path, packed: Manifest, local: Manifest) -> bool:
 
 
 def _stage_and_publish(
-    path: Path, opened: CheckedHeader, folder: Path, already_present: bool, keeps_header: bool
+    path: Path, opened: CheckedHeader, folder: Path, already_present: bool, signed_manifest: Manifest | None
 ) -> None:
-    """Publish the files and the manifest unless `already_present`, and the signed header unless `keeps_header`."""
+    """Publish the files and the manifest unless `already_present`, and the signed header.
+
+    signed_manifest: of the header that the folder has, if it stays; published instead of the bundle's.
+    """
     for stale in folder.glob(f"{UNPACKING_PREFIX}*"):  # of a killed process: this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
-    manifest, key = opened.header.manifest, opened.header.plan_key
+    manifest, key = signed_manifest or opened.header.manifest, opened.header.plan_key
     stored_header = stored_header_path(folder, key)
     # `verify` and each start read the signer and the list of files from it.
     content = signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)
-    is_header_present = keeps_header or _read_stored_header(stored_header) == content
+    is_header_present = signed_manifest is not None or _read_stored_header(stored_header) == content
     replaced = stored_paths(folder, key) | {file.path for file in manifest.files}
     unpacked = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
     try:

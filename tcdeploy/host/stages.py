@@ -104,16 +104,16 @@ class ImportTimer:
         return timed_load
 
 
-def _find_module(find: Callable[..., ModuleType | None], item: Any, *args: Any, **kwargs: Any) -> ModuleType | None:
+def _find_module(find: Callable[..., ModuleType | None], *args: Any, **kwargs: Any) -> ModuleType | None:
     """As `find` (inspect.getmodule), but the module of a frame is looked up by name.
 
     `find` resolves the paths of all imported modules, and an import of torch calls it for 150 frames.
     """
-    if isinstance(item, FrameType):
-        module = sys.modules.get(item.f_globals.get("__name__", ""))
-        if module is not None and getattr(module, "__file__", None) == item.f_code.co_filename:
+    if args and isinstance(frame := args[0], FrameType):
+        module = sys.modules.get(frame.f_globals.get("__name__", ""))
+        if module is not None and getattr(module, "__file__", None) == frame.f_code.co_filename:
             return module
-    return find(item, *args, **kwargs)
+    return find(*args, **kwargs)
 
 
 def describe_imports(seconds: Mapping[str, float]) -> str:

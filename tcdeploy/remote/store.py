@@ -70,7 +70,7 @@ class LocalFolder:
     def stat(self, name: BundleName) -> ObjectInfo | None:
         try:
             return ObjectInfo(os.stat(self.path / str(name)).st_size)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class LocalFolder:
     def list(self, plan_key: str) -> list[RemoteBundle] | None:
         try:
             files = list(os.scandir(self.path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         bundles = ((parse_bundle_name(file.name), file) for file in files)
         return [

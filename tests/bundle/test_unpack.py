@@ -30,6 +30,7 @@ from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.bundle.why import version_differences
 from tcdeploy.cache.files.records import FileRecord, find_damage
+from tcdeploy.cache.folder.layout import manifest_path
 from tcdeploy.cache.record.manifest import (
     REQUIRED_PLAN_FIELDS,
     SCHEMA_VERSION,
@@ -274,9 +275,13 @@ def test_a_newer_header_without_a_trusted_signature_does_not_hold_off_a_signed_b
 def test_an_unsigned_bundle_of_the_same_files_leaves_the_signature(
     small: Packed, dated: dict[int, Path], keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, bundle = tmp_path / "folder", tmp_path / "unsigned.tcb"
+    """Also its manifest, which an unsigned bundle may contradict."""
+    folder, other, bundle = tmp_path / "folder", tmp_path / "other", tmp_path / "unsigned.tcb"
+    shutil.copytree(small.folder, other)
+    manifest = read_manifests(other)[small.key]
+    write_manifest(manifest_path(other, small.key), replace(manifest, plan={**manifest.plan, "model": "another"}))
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "9999")
-    pack(small.folder, small.key, bundle)
+    pack(other, small.key, bundle)
     unpack(dated[1000], folder, keys.trusted)
     for is_damaged in (False, True):
         if is_damaged:
@@ -286,6 +291,7 @@ def test_an_unsigned_bundle_of_the_same_files_leaves_the_signature(
         assert (done.signed_plans, done.unsigned_plans) == ((small.key,), ())
         [verified] = verify_folder(folder, keys.trusted, require_signed=True)
         assert verified.signer is not None and verified.files_not_from_bundle == 0
+        assert read_manifests(folder)[small.key].plan["model"] == manifest.plan["model"]
 
 
 def test_the_command_says_that_an_unsigned_bundle_of_other_files_replaces_a_signed_one(

@@ -58,6 +58,7 @@ def test_frames_have_the_same_module_while_imports_are_measured() -> None:
     with ImportTimer().measure():
         assert inspect.getmodule is not original
         assert inspect.getmodule(frame) is sys.modules[__name__] and inspect.getmodule(ImportTimer) is stages
+        assert inspect.getmodule(object=ImportTimer) is stages
         exec(compile(code, stages.__file__, "exec"), without_module)  # type: ignore[arg-type]
     assert without_module["module"] is stages, "by the file of its code"
     assert inspect.getmodule is original

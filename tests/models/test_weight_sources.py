@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,25 @@ def test_other_values_are_an_error_wherever_they_are(
     other.view(-1)[position] += 1
     with pytest.raises(WeightNotInCheckpointError, match="v has other values than the checkpoint"):
         describe(tmp_path, {"w": stored}, model_of({"v": other}), {"v": source})
+
+
+@pytest.mark.parametrize("fault", [0.0, 1.0])
+def test_values_are_compared_on_the_host_if_the_device_has_no_memory_left(
+    tmp_path: Path, fault: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, calls = weight_sources._has_values, list[int]()
+
+    def compare_twice(tensor: Tensor, values: Tensor) -> bool:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return compare(tensor, values)
+
+    monkeypatch.setattr(weight_sources, "_has_values", compare_twice)
+    w = torch.randn(4, 6)
+    with pytest.raises(WeightNotInCheckpointError) if fault else contextlib.nullcontext():
+        describe(tmp_path, {"w": w}, model_of({"w": w + fault}))
+    assert len(calls) == 2
 
 
 def test_a_checkpoint_with_other_shapes_does_not_fit(tmp_path: Path) -> None:

@@ -96,6 +96,12 @@ def test_an_empty_bundle_can_be_pushed_and_pulled(store_url: str, make_bundle: M
     assert pull(url, inbox / "got.tcb").read_bytes() == b""
 
 
+def test_a_folder_below_a_file_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert find(str(tmp_path / "file/folder"), PLAN) == []
+    assert not exists(str(tmp_path / "file/folder"))
+
+
 def test_pulling_a_missing_bundle_is_a_network_error(store_url: str, make_bundle: Make, inbox: Path) -> None:
     push(make_bundle(), store_url, PLAN)
     with pytest.raises(NetworkError, match="does not exist") as caught:
