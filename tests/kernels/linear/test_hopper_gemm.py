@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tcdeploy.kernels.linear.scheme_tiles import (
 )
 from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.torch_compat.triton.gluon import supported, supports_wgmma
+from tcdeploy.torch_compat.triton.stored_kernels import SCRATCH_ARGUMENTS, KernelRecorder
 from tests.kernels.linear.scheme_cases import INTERLEAVED, product, reference, run, sum_of_rounded_parts, weight_tensors
 from tests.triton_tools import (
     HOPPER_SHARED_BYTES,
@@ -149,6 +151,22 @@ def test_which_rows_use_the_kernel() -> None:
         assert rows == [*range(129, 257), *range(385 if n == 28672 else 257, 2049)]
         for few in range(2, MAX_INTERLEAVED_ROWS + 1, 7):
             assert isinstance(choose_tile(few, n, k, 2, True), RegisterGemmTile)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_starts_from_packages_launch_the_kernel_without_triton(
+    form: str, on_hopper: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With as many arguments as its code has: those that are not compiled in, and two for scratch memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launch, recorder = launch_of(on_hopper, form, is_split=False), KernelRecorder()
+    compiled = compile_for_hopper(launch)
+    recorder.add("kernel", launch.kernel, launch.args, launch.options, compiled)
+    [binary] = json.loads(recorder.to_json())["kernels"]["kernel"]["binaries"].values()
+    passed = [kind for kind in binary["types"] if kind != "constexpr"]
+    parameters = re.search(r"\.entry.*?\)", compiled.asm["ptx"], re.DOTALL)
+    assert parameters is not None and parameters[0].count(".param") == len(passed) + SCRATCH_ARGUMENTS
+    assert binary["uses_pdl"] and binary["shared_bytes"] == compiled.metadata.shared <= HOPPER_SHARED_BYTES
 
 
 def test_how_many_rows_are_fused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
