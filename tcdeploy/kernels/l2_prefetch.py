@@ -1,4 +1,4 @@
-"""Prefetches data that this kernel or the next one is going to load into the L2 cache.
+"""Prefetches into the L2 cache what this kernel or the next one will load.
 
 A prefetch takes no registers, and nothing waits for it. Triton has no such operation, so it is a PTX instruction.
 Triton's interpreter cannot run it, so kernels prefetch only if they use PDL.

@@ -32,15 +32,16 @@ from tcdeploy.planning.recipe import (
     ProgramKind,
     Recipe,
 )
+from tcdeploy.planning.schemes import INTERLEAVED_SUFFIX
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
 # remote code the model and revision do count, see _plan_key), sizes that programs hold as symbols, and what only the
-# host uses. `is_quantised` follows from the architecture, which is part of the key.
+# host uses. `fuses_large_decode` follows from the architecture, which is part of the key.
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "slots", "snapshots", "slot_bytes", "workspace_bytes", "tune_seconds",
-    "max_consecutive_prefills", "itl_target", "is_quantised",
+    "max_consecutive_prefills", "itl_target", "fuses_large_decode",
     "cache_dir", "decisions", "key",
 }  # fmt: skip
 PARALLEL_FIELDS = {"rank", "world_size"}  # in the key only if there are several ranks
@@ -84,7 +85,7 @@ class Plan:
     programs: ProgramKind
     graphs: Graphs
     is_hopper: bool  # compute capability 9.0, for which the kernels in kernels/linear/ were written
-    is_quantised: bool  # whether weights of linear layers or experts stay quantised
+    fuses_large_decode: bool  # whether decode steps of many rows try our products first: int4 layers without experts
     tune_seconds: float
     mixed_steps: bool
     itl_target: float | None  # ms that a mixed step may take; None: a multiple of a decode step, measured at start-up
@@ -118,7 +119,7 @@ class Plan:
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer."""
         variants = candidate_variants(
-            self.mode, self.device, self.is_hopper, self.is_quantised, bucket.is_prefill, bucket.size
+            self.mode, self.device, self.is_hopper, self.fuses_large_decode, bucket.is_prefill, bucket.size
         )
         if bucket.is_prefill and bucket.size >= attention.TUNED_ATTENTION_MIN_TOKENS:
             variants += tuple(map(attention_variant, self.alternative_attention))
@@ -212,7 +213,7 @@ def make_plan(
         programs=_decide_programs(recipe, environment, programs_reason, decisions),
         graphs=graphs,
         is_hopper=inputs.device == "cuda" and environment.gpu_capability == (9, 0),
-        is_quantised=bool(architecture.schemes or architecture.expert_schemes),
+        fuses_large_decode=_fuses_large_decode(architecture),
         tune_seconds=recipe.tune_seconds,
         mixed_steps=mixed_steps,
         itl_target=attention.decide_itl_target(recipe, mixed_steps, decisions),
@@ -233,6 +234,15 @@ def make_plan(
         decisions=(*decisions, *model_decisions),
     )
     return dataclasses.replace(plan, key=_plan_key(plan, architecture))
+
+
+def _fuses_large_decode(architecture: Architecture) -> bool:
+    """Whether linear layers have int4 weights in the order of the tensor cores, and no experts are quantised.
+
+    Only whole steps of such models were timed.
+    """
+    has_interleaved = any(scheme.endswith(INTERLEAVED_SUFFIX) for scheme in architecture.schemes)
+    return has_interleaved and not architecture.expert_schemes
 
 
 def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:

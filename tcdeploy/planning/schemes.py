@@ -98,13 +98,16 @@ def checkpoint_scheme(name: str) -> str:
     return orders.get(name, name)
 
 
+INTERLEAVED_SUFFIX = "_interleaved"  # of the names of int4 schemes in the order of the tensor cores
+
+
 def int4_scheme_name(dtype: str, zeros: bool, permuted: bool, interleaved: bool = False) -> str:
     """The scheme of four-bit integers (kernels/linear/int4_scheme.py) for scales of this dtype, "float16" for example.
 
     zeros: each group has a zero point. permuted: the columns are stored in another order. interleaved: the codes of
     each 32 columns are stored in the order of the tensor cores.
     """
-    suffixes = {"_zeros": zeros, "_permuted": permuted, "_interleaved": interleaved}
+    suffixes = {"_zeros": zeros, "_permuted": permuted, INTERLEAVED_SUFFIX: interleaved}
     return f"int4_{dtype}{''.join(suffix for suffix, has_suffix in suffixes.items() if has_suffix)}"
 
 

@@ -63,8 +63,8 @@ SKINNY_PDL_COMBO = Variant("skinny+pdl+combo", (PDL, COMBO_KERNELS), skinny_gemm
 SKINNY_PDL_COMBO_FUSED = Variant("skinny+pdl+combo+fused", (PDL, COMBO_KERNELS), skinny_gemm=True, fused_epilogues=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
-# The kernels in kernels/linear/ are tried first up to SKINNY_GEMM_MAX_ROWS rows. Beyond that, they are tried only with
-# quantised weights.
+# The kernels in kernels/linear/ are tried first up to SKINNY_GEMM_MAX_ROWS rows. Beyond that, they are tried only for
+# int4 weights, whose whole steps were timed.
 DECODE_BATCH_1 = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DEFAULT, COORDINATE_DESCENT_PDL_COMBO, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
@@ -72,7 +72,7 @@ DECODE_SMALL_BATCH = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_LARGE_BATCH = (PDL_COMBO, PDL_ONLY, DEFAULT)
-DECODE_LARGE_BATCH_QUANTISED = (SKINNY_PDL_COMBO_FUSED, *DECODE_LARGE_BATCH)
+DECODE_LARGE_BATCH_INT4 = (SKINNY_PDL_COMBO_FUSED, *DECODE_LARGE_BATCH)
 DECODE_NOT_HOPPER = (DEFAULT, Variant("coordinate-descent", COORDINATE_DESCENT), MAX_AUTOTUNE)
 LAST_TOKEN_ROWS = Variant("last-token-rows", compile_head=False, last_token_rows=True)
 LAST_TOKEN_ROWS_INPLACE = Variant(
@@ -99,7 +99,7 @@ def attention_variant(backend: Attention) -> Variant:
 
 
 def candidate_variants(
-    mode: Mode, device: Device, is_hopper: bool, is_quantised: bool, is_prefill: bool, size: int
+    mode: Mode, device: Device, is_hopper: bool, fuses_large_decode: bool, is_prefill: bool, size: int
 ) -> tuple[Variant, ...]:
     """The candidates of `mode` for a bucket of `size` tokens or rows, in order; one for every mode but `auto`.
 
@@ -117,7 +117,7 @@ def candidate_variants(
         return next(variants for min_tokens, variants in PREFILL_BY_MIN_TOKENS.items() if size >= min_tokens)
     if size <= SKINNY_GEMM_MAX_ROWS:
         return DECODE_BATCH_1 if size == 1 else DECODE_SMALL_BATCH
-    return DECODE_LARGE_BATCH_QUANTISED if is_quantised else DECODE_LARGE_BATCH
+    return DECODE_LARGE_BATCH_INT4 if fuses_large_decode else DECODE_LARGE_BATCH
 
 
 def untimed_variants(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:

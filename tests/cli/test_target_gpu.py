@@ -29,6 +29,15 @@ def test_a_model_is_planned_for_a_gpu_that_the_machine_does_not_have(run_cli: Ru
     assert target["value"] == "NVIDIA H100 80GB HBM3"
 
 
+@pytest.mark.parametrize("quantised", ["int4", "fp8"])
+def test_large_decode_steps_of_int4_weights_try_our_products(quantised: str, run_cli: RunCLI) -> None:
+    """The plan recognises the scheme by its name, which the conversion of the model chooses."""
+    model = str(Path(__file__).parents[2] / "scripts/configs/llama-3.1-8b")
+    flags = ("--quantize", quantised, "--load-format", "dummy", "--target-gpu", "h200", "--dry-run", "--json")
+    plan = json.loads(run_cli("warm", model, *flags).stdout)["plan"]
+    assert plan["fuses_large_decode"] == (quantised == "int4")
+
+
 def test_memory_that_the_target_lacks_is_a_finding(run_cli: RunCLI, tmp_path: Path) -> None:
     small = dataclasses.replace(read_gpu_description("l4"), memory_bytes=1 << 30)
     (tmp_path / "small.json").write_text(small.to_json())

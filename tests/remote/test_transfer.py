@@ -88,7 +88,8 @@ def test_find_lists_the_bundles_of_a_plan(store_url: str, make_bundle: Make) -> 
     push(make_bundle(100), store_url, OTHER_PLAN)
     assert set(find(store_url, PLAN)) == urls and len(find(store_url, PLAN)) == 3
     assert find(f"{store_url}/elsewhere", PLAN) == []
-    assert exists(store_url) and not exists(f"{store_url}/elsewhere")
+    assert exists(store_url)
+    assert not exists(f"{store_url}/elsewhere")
 
 
 def test_an_empty_bundle_can_be_pushed_and_pulled(store_url: str, make_bundle: Make, inbox: Path) -> None:

@@ -1,6 +1,6 @@
-"""The kernels of interleaved int4 weights for many rows on Hopper, which hopper_gemm.py launches.
+"""The kernel of interleaved int4 weights for many rows on Hopper, which hopper_gemm.py launches.
 
-The product is written in Gluon, so that the tensor cores multiply the columns of a step while the threads make the
+It is written in Gluon, so that the tensor cores multiply the columns of a step while the threads make the
 values of the next one. `tl.dot` would wait for the product first (scheme_codes._wait_for_dot).
 
 Rejected: products of 16 columns at a time, between which the values of the next 16 are made: with 256 rows, 195 us
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from tcdeploy.kernels.linear.scheme_codes import _SCALED_BF16, _SCALED_F16
+from tcdeploy.kernels.linear.scheme_codes import _SCALED_BF16, _SCALED_F16, _pair
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 STEP = tl.constexpr(64)  # columns between two barriers
@@ -45,13 +45,6 @@ def _out_layout(rows, block_m, num_warps, thread_rows):
     lanes = [[0, 2], [0, 4], *([thread_rows << i, 0] for i in range(3))]
     warps = [[power, 0] for power in powers[:warp_bits]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, block_m])
-
-
-@ignore_comments
-@gluon.jit
-def _pair(pairs, DTYPE: gl.constexpr):
-    """[..., 2]: the two 16-bit values in each int32."""
-    return gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
 
 
 @ignore_comments
